@@ -1,0 +1,1 @@
+"""What the services share, one idea a module. Never imports a service."""

@@ -1,0 +1,81 @@
+"""The offset that may be committed, and the hint that goes with it.
+
+The commit says where to read from after a restart; the hint says what above it is finished already
+and from where to read the stage's own output. Only a hint: without it the restart reads more.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections import OrderedDict
+
+import msgspec
+
+from rollstream.shared.seen import SeenState
+
+MAX_HINT_CHARACTERS = 4096
+"""Kafka's `offset.metadata.max.bytes`; a longer one fails the partition's commit."""
+
+
+class Frontier:
+    """The offset below which everything that was read of a partition is done.
+
+    Offsets come in increasing order, with gaps (compaction, transaction markers); they are done in
+    any order. The frontier never passes an offset that is not done, and never goes back.
+    """
+
+    def __init__(self, position: int) -> None:
+        self._next = position
+        self._open: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, offset: int) -> None:
+        """An offset was read. Raises ValueError where it is not above all earlier ones."""
+        if offset < self._next:
+            raise ValueError(f"offset {offset} read again: {self._next} was expected")
+        self._open[offset] = None
+        self._next = offset + 1
+
+    def done(self, offset: int) -> None:
+        """Its output is acknowledged, or it needs none."""
+        self._open.pop(offset, None)
+
+    @property
+    def position(self) -> int:
+        """The offset to commit."""
+        return next(iter(self._open), self._next)
+
+    @property
+    def next_offset(self) -> int:
+        """The offset that is read next."""
+        return self._next
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+class Hint(msgspec.Struct, frozen=True, array_like=True):
+    """What a commit's metadata says beside the offset."""
+
+    out_position: int = 0
+    """The stage's own output partition holds everything finished below here in `seen`."""
+    seen: SeenState = SeenState()
+    dispatched_to: int = 0
+    """Offsets below may still be worked on by the member that lost the partition."""
+
+
+def encode_hint(hint: Hint) -> str:
+    """As text for the commit's metadata; empty where it does not fit."""
+    text = base64.b64encode(zlib.compress(msgspec.msgpack.encode(hint))).decode()
+    return text if len(text) <= MAX_HINT_CHARACTERS else ""
+
+
+def decode_hint(text: str | None) -> Hint | None:
+    """The hint back, or None where there is none or it is not ours."""
+    if not text:
+        return None
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(text)), type=Hint)
+    except (binascii.Error, zlib.error, msgspec.MsgspecError, ValueError):
+        return None

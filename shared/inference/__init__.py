@@ -1,0 +1,1 @@
+"""How Rollstream talks to inference servers: dialects found by asking, endpoints, limits."""

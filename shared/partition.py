@@ -1,0 +1,132 @@
+"""One input partition of one stage, as a pure machine: what is read, in flight, done.
+
+The loop tells it what happens (assign, read, finished, revoke) and it answers what to do. It holds
+rules 4 to 9 of `delivery.md`: the stage's own output is the truth, the commit only shortens the
+read; a duplicate is recognised for ever; work that outlived a rebalance is adopted, not repeated.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from rollstream.shared.frontier import Frontier, Hint
+from rollstream.shared.seen import Seen, Unit
+
+
+class Verdict(Enum):
+    """What to do with a record that was read."""
+
+    WORK = auto()
+    """New: dispatch it."""
+    JOINED = auto()
+    """Its unit is in flight already: it will be done together with it."""
+    KNOWN = auto()
+    """Settled before: nothing to do, its offset is done."""
+    LATER = auto()
+    """Its old owner is probably still finishing it: dispatch it last (rule 9)."""
+
+
+class Commit(NamedTuple):
+    """What to commit for a partition."""
+
+    offset: int
+    hint: Hint
+
+
+class Partition:
+    """The state of one assigned partition.
+
+    Made anew at each assignment, from the committed offset and hint; then `found` is called for
+    each record of the own output from `out_position` on, then `read` for each input record.
+    """
+
+    def __init__(
+        self, partitions: int, *, committed: int | None = None, hint: Hint | None = None
+    ) -> None:
+        hint = hint or Hint()
+        self.seen = Seen(partitions, hint.seen)
+        self._frontier = Frontier(committed or 0)
+        self._in_flight: dict[Unit, list[int]] = {}
+        self._out_position = hint.out_position
+        self._dispatched_to = hint.dispatched_to
+        self._last_commit: tuple[int, int] | None = None
+
+    @property
+    def out_position(self) -> int:
+        """Where to read the own output from, at an assignment."""
+        return self._out_position
+
+    @property
+    def next_offset(self) -> int:
+        """Where to read the input from."""
+        return self._frontier.next_offset
+
+    def found(self, unit: Unit, k: int, offset: int, *, parked: bool = False) -> None:
+        """The own output holds this unit at this offset."""
+        self._out_position = max(self._out_position, offset + 1)
+        self._settle(unit, k, parked)
+
+    def read(self, offset: int, unit: Unit) -> Verdict:
+        """An input record was read; its offset is the unit's to finish."""
+        self._frontier.add(offset)
+        if self.seen.has(unit) or self.seen.is_parked(unit.n):
+            self._frontier.done(offset)
+            return Verdict.KNOWN
+        if unit in self._in_flight:
+            self._in_flight[unit].append(offset)
+            return Verdict.JOINED
+        self._in_flight[unit] = [offset]
+        return Verdict.LATER if offset < self._dispatched_to else Verdict.WORK
+
+    def read_redriven(self, offset: int, unit: Unit) -> Verdict:
+        """A parked group that was put back: parked does not settle it, anything else does."""
+        self._frontier.add(offset)
+        if self.seen.has(unit) or unit in self._in_flight:
+            self._frontier.done(offset)
+            return Verdict.KNOWN
+        self._in_flight[unit] = [offset]
+        return Verdict.WORK
+
+    def skip(self, offset: int) -> None:
+        """An input record that is nobody's work here."""
+        self._frontier.add(offset)
+        self._frontier.done(offset)
+
+    def finished(self, unit: Unit, k: int, out_offset: int, *, parked: bool = False) -> None:
+        """The unit's output is acknowledged at this offset of the own output partition."""
+        self._out_position = max(self._out_position, out_offset + 1)
+        self._settle(unit, k, parked)
+
+    def _settle(self, unit: Unit, k: int, parked: bool) -> None:
+        if parked:
+            self.seen.park(unit.n)
+        else:
+            self.seen.add(unit, k)
+        for offset in self._in_flight.pop(unit, ()):
+            self._frontier.done(offset)
+
+    def in_flight(self, unit: Unit) -> bool:
+        return unit in self._in_flight
+
+    def commit(self, *, revoked: bool = False) -> Commit | None:
+        """What to commit, or None where nothing changed since the last time.
+
+        Only a revoke says how far work was dispatched: after a kill it is dispatched at once.
+        """
+        mark = (self._frontier.position, self._out_position)
+        if mark == self._last_commit and not revoked:
+            return None
+        self._last_commit = mark
+        dispatched_to = self._frontier.next_offset if revoked and self._in_flight else 0
+        return Commit(
+            self._frontier.position, Hint(self._out_position, self.seen.state(), dispatched_to)
+        )
+
+    def commit_failed(self) -> None:
+        """The last commit did not arrive: offer it again."""
+        self._last_commit = None
+
+    def __len__(self) -> int:
+        """Units in flight."""
+        return len(self._in_flight)
