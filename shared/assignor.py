@@ -46,7 +46,7 @@ def assignor_for(client_id: str) -> type[AbstractPartitionAssignor]:
     """
 
     class RendezvousAssignor(AbstractPartitionAssignor):
-        name = "rollstream-rendezvous"
+        name = "rollstream-rendezvous"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
         @classmethod
         def assign(

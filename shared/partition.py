@@ -88,20 +88,28 @@ class Partition:
         self._in_flight[unit] = [offset]
         return Verdict.WORK
 
+    def hold(self, offset: int, unit: Unit) -> None:
+        """An input record that settles nothing, but must be dealt with before it is passed."""
+        self._frontier.add(offset)
+        self._in_flight[unit] = [offset]
+
     def skip(self, offset: int) -> None:
         """An input record that is nobody's work here."""
         self._frontier.add(offset)
         self._frontier.done(offset)
 
     def finished(self, unit: Unit, k: int, out_offset: int, *, parked: bool = False) -> None:
-        """The unit's output is acknowledged at this offset of the own output partition."""
+        """The unit's output is acknowledged at this offset of the own output partition.
+
+        With k = 0 it had none: what was held is let go, and nothing is settled.
+        """
         self._out_position = max(self._out_position, out_offset + 1)
         self._settle(unit, k, parked)
 
     def _settle(self, unit: Unit, k: int, parked: bool) -> None:
         if parked:
             self.seen.park(unit.n)
-        else:
+        elif k > 0:
             self.seen.add(unit, k)
         for offset in self._in_flight.pop(unit, ()):
             self._frontier.done(offset)
@@ -118,7 +126,11 @@ class Partition:
         if mark == self._last_commit and not revoked:
             return None
         self._last_commit = mark
-        dispatched_to = self._frontier.next_offset if revoked and self._in_flight else 0
+        dispatched_to = 0
+        if revoked:
+            dispatched_to = max(
+                self._dispatched_to, self._frontier.next_offset if self._in_flight else 0
+            )
         return Commit(
             self._frontier.position, Hint(self._out_position, self.seen.state(), dispatched_to)
         )

@@ -10,7 +10,7 @@ Identity: a group is number `n` of its run, a sample is `(n, i)` with `i < k`. P
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -364,8 +364,38 @@ class Acked(msgspec.Struct, tag="acked", kw_only=True):
     batch_id: int
 
 
+G = TypeVar("G", Scored, Distilled)
+
 Record = (
     Prompt | Rollout | Scored | Distilled | DeadLetter | Issued | Ended | Redriven
     | Answer | PolicyVersion | Offered | Acked
 )
 """Everything that a topic of a run can hold."""
+
+
+def group_of(rollouts: list[Rollout]) -> Scored:
+    """A group record with the rollouts as its samples, not scored yet."""
+    first = next((rollout for rollout in rollouts if rollout.row.prompt), rollouts[0])
+    return Scored(
+        run=first.run, pipeline=first.pipeline, n=first.n, k=first.k, epoch=first.epoch,
+        row_index=first.row_index, env=first.env, row=first.row,
+        group_overrides=first.group_overrides,
+        model=next((r.model for r in rollouts if r.model), ""),
+        samples=[sample_of(rollout) for rollout in rollouts],
+    )
+
+
+def sample_of(rollout: Rollout) -> Sample:
+    """A rollout as a member of its group."""
+    return Sample(
+        i=rollout.i, completion=rollout.completion, sequences=rollout.sequences, stop=rollout.stop,
+        finish_reason=rollout.finish_reason, error=rollout.error, state=rollout.state,
+        usage=rollout.usage, generation_params=rollout.generation_params,
+        duration_s=rollout.duration_s,
+    )
+
+
+def passed_on(kind: type[G], group: Group) -> G:
+    """The same group as the next stage's record."""
+    shared = {name: getattr(group, name) for name in Group.__struct_fields__}
+    return group if type(group) is kind else kind(**shared)

@@ -1,0 +1,1 @@
+"""A small CPU inference server in vLLM's HTTP dialect, for laptops and tests."""

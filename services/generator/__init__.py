@@ -1,0 +1,1 @@
+"""Prompt -> Rollout: one request per sample (and turn) to an inference server."""

@@ -1,0 +1,8 @@
+"""python -m rollstream.services.generator --help"""
+
+import sys
+
+from rollstream.shared.serve import main
+
+if __name__ == "__main__":
+    sys.exit(main("generator"))

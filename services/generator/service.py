@@ -1,0 +1,85 @@
+"""The generator as a service: which runs it can serve, and attending one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rollstream.shared.config import ConfigError
+from rollstream.shared.environments import v0
+from rollstream.shared.inference.client import InferenceClient
+from rollstream.shared.inference.types import InferenceError
+from rollstream.shared.loop import run_stage
+from rollstream.shared.routes import Route
+from rollstream.shared.runs import Refusal, RunConfig
+from rollstream.shared.service import RunContext
+from rollstream.shared.settings import ServiceSettings
+from rollstream.shared.step import Step
+
+from .generate import Generate
+
+
+class Generator:
+    """Serves runs whose model its endpoints have."""
+
+    name = "generator"
+    consumes = frozenset({"Prompt"})
+    produces = "Rollout"
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+
+    async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
+        """Ask the server once what it can do. Raises Refusal."""
+        fingerprints = {ref.id: ref.fingerprint for ref in await self._environments(run)}
+        async with self._client(run) as client:
+            try:
+                await client.wait_until_up(self._settings.startup_wait_s)
+                found = await client.capabilities(run.model or None)
+            except InferenceError as error:
+                raise Refusal("endpoint", run.endpoint, f"start the server ({error})") from error
+        if run.model not in found.models:
+            raise Refusal("model", run.model, f"the server has: {', '.join(found.models)}")
+        if run.wants_tokens and not (found.token_ids and found.logprobs):
+            missing = "token ids" if not found.token_ids else "logprobs of sampled tokens"
+            why = found.detail.get("token_ids") or found.detail.get("logprobs") or ""
+            raise Refusal(
+                "endpoint", run.endpoint,
+                f"rl needs {missing}, which this server does not return: use vLLM ({why})",
+            )
+        return {"fingerprints": fingerprints, "server": found.server}
+
+    async def attend(self, context: RunContext) -> None:
+        run = context.run
+        loaded = await asyncio.to_thread(_load, run)
+        async with self._client(run) as client:
+            step = Step(
+                each=Generate(run, client, {e.ref.fingerprint: e for e in loaded}),
+                max_in_flight=self._settings.max_in_flight,
+                deadline_s=run.deadlines.sample_s, max_attempts=1,
+            )
+            await run_stage(context, step, self.produces)
+
+    async def close(self) -> None:
+        """Nothing outlives a run here."""
+
+    def _client(self, run: RunConfig) -> InferenceClient:
+        try:
+            endpoint = self._settings.endpoint(run.endpoint)
+            return InferenceClient(
+                endpoint.urls, api_key=endpoint.api_key(),
+                max_concurrent=self._settings.max_in_flight,
+                request_timeout_s=run.deadlines.request_s,
+            )
+        except (ConfigError, ValueError) as error:
+            raise Refusal("endpoint", run.endpoint, str(error)) from error
+
+    async def _environments(self, run: RunConfig) -> list[Any]:
+        try:
+            return [environment.ref for environment in await asyncio.to_thread(_load, run)]
+        except v0.EnvironmentUnusable as error:
+            raise Refusal("env", run.environments[0].id, str(error)) from error
+
+
+def _load(run: RunConfig) -> list[v0.Environment]:
+    return [v0.load(source.id, source.args) for source in run.environments if source.id]

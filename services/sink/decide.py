@@ -1,0 +1,86 @@
+"""What becomes of a group at a sink: each group is decided once, by the first record that settles.
+
+Pure. `parked` settles nothing: the first scored or dropped record after it does (`delivery.md`
+rules 4 and 17).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from rollstream.shared.codec import Headers, header_int
+from rollstream.shared.records import Ended, Group, Kind, Outcome
+from rollstream.shared.seen import Seen, Unit
+
+BELOW_MIN_SCORE = "below_min_score"
+UNDECODABLE = "undecodable"
+
+
+class Decision(NamedTuple):
+    """How group n ends at a leaf, with the group where there is one to keep."""
+
+    n: int
+    outcome: Outcome
+    reason: str = ""
+    group: Group | None = None
+
+    def ended(self, leaf: str) -> Ended:
+        """As the ledger's record; rewards of a delivered group are summed over its samples."""
+        delivered = self.group is not None and self.outcome is Outcome.DELIVERED
+        rewards = rewards_of(self.group) if delivered and self.group else []
+        return Ended(
+            n=self.n, leaf=leaf, outcome=self.outcome, reason=self.reason,
+            reward_sum=sum(rewards), reward_count=len(rewards),
+        )
+
+
+def rewards_of(group: Group) -> list[float]:
+    """The rewards of the samples that have one: a failure is never a reward of 0."""
+    return [sample.reward for sample in group.samples if sample.reward is not None]
+
+
+class Decider:
+    """The decisions of one partition, in log order.
+
+    `seen` holds the groups that have ended already; it is taken over, not copied.
+    """
+
+    def __init__(self, seen: Seen, *, min_score: float | None = None) -> None:
+        self.seen = seen
+        self._min_score = min_score
+
+    def decide(self, group: Group) -> Decision | None:
+        """The decision that this record brings, None for a duplicate."""
+        if self.known(group.n, parked=group.kind is Kind.PARKED):
+            return None
+        if group.kind is Kind.PARKED:
+            self.seen.park(group.n)
+            return Decision(group.n, Outcome.PARKED, group.reason or "parked", group)
+        self.seen.add_group(group.n)
+        if group.kind is Kind.DROPPED:
+            return Decision(group.n, Outcome.DROPPED, group.reason or "dropped", group)
+        return self._filtered(group)
+
+    def decide_undecodable(self, headers: Headers) -> Decision | None:
+        """A record that can't be read still ends its group, where its headers name one."""
+        n = header_int(headers, "rs-group")
+        if n is None or n < 0 or self.known(n, parked=False):
+            return None
+        self.seen.add_group(n)
+        return Decision(n, Outcome.DROPPED, UNDECODABLE)
+
+    def known(self, n: int, *, parked: bool) -> bool:
+        """Whether a record of group n changes nothing any more."""
+        return self.seen.has(Unit(n)) or (parked and self.seen.is_parked(n))
+
+    def _filtered(self, group: Group) -> Decision:
+        if self._min_score is None:
+            return Decision(group.n, Outcome.DELIVERED, "", group)
+        kept = [s for s in group.samples if s.reward is not None and s.reward >= self._min_score]
+        if not kept:
+            return Decision(group.n, Outcome.DROPPED, BELOW_MIN_SCORE, group)
+        return Decision(
+            group.n, Outcome.DELIVERED, "", msgspec.structs.replace(group, samples=kept)
+        )

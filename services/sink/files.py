@@ -1,0 +1,342 @@
+"""A file leaf at work: reads group records, decides, and keeps the decisions as parts.
+
+Part, then ledger, then commit: whatever is killed between, the parts are the truth and the rest is
+made good from them at the next start (`delivery.md` rule 18). Two ways to own partitions: `share`
+them as a member of a consumer group (dataset), or read them all `alone` (report).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, OffsetAndMetadata, TopicPartition
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+
+from rollstream.services.sink.decide import Decider, Decision
+from rollstream.services.sink.parts import Folder, Line, PartFile, read_lines
+from rollstream.shared.bus import ConsumerRebalanceListener, Lost, Writer, start, stop
+from rollstream.shared.codec import Undecodable, decode
+from rollstream.shared.ledger_reader import LedgerReader
+from rollstream.shared.log_reader import LogReader
+from rollstream.shared.records import Ended, Group, Outcome
+from rollstream.shared.role import Active
+from rollstream.shared.runs import Status
+from rollstream.shared.seen import Seen
+from rollstream.shared.service import RunContext
+
+FLUSH_GROUPS = 64
+FLUSH_S = 1.0
+POLL_S = 0.2
+COMMIT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 600.0
+MAX_UNDECODABLE_IN_A_ROW = 3
+SENDS_AT_ONCE = 500
+
+T = TypeVar("T")
+Finish = Callable[[list[PartFile]], None]
+log = structlog.get_logger("rollstream.sink")
+
+
+class _Kept:
+    """What the parts of a partition hold, as far as this process has checked them."""
+
+    def __init__(self, partitions: int) -> None:
+        self.end = 0
+        self.seen = Seen(partitions)
+
+    def add(self, n: int, outcome: Outcome) -> None:
+        if outcome is Outcome.PARKED:
+            self.seen.park(n)
+        else:
+            self.seen.add_group(n)
+
+
+class _Open:
+    """An owned partition: decided and not yet written."""
+
+    def __init__(self, decider: Decider, position: int) -> None:
+        self.decider = decider
+        self.start = position
+        """Where the next part starts."""
+        self.position = position
+        """Offset of the next record."""
+        self.buffer: list[Decision] = []
+        self.due_s = 0.0
+
+    def take(self, record: ConsumerRecord, decision: Decision | None, now_s: float) -> None:
+        self.position = record.offset + 1
+        if decision is None:
+            return
+        if not self.buffer:
+            self.due_s = now_s + FLUSH_S
+        self.buffer.append(decision)
+
+    def due(self, now_s: float) -> bool:
+        return len(self.buffer) >= FLUSH_GROUPS or (bool(self.buffer) and now_s >= self.due_s)
+
+
+class FileLeaf:
+    """One file leaf of one run, for one attempt.
+
+    `finish` makes the final files from all parts, in a thread, when the run is done.
+    """
+
+    def __init__(
+        self, context: RunContext, folder: Folder, finish: Finish, *,
+        min_score: float | None = None,
+    ) -> None:
+        assert context.route.input is not None and context.route.leaf is not None
+        self._context = context
+        self._folder = folder
+        self._finish = finish
+        self._min_score = min_score
+        self._leaf = context.route.leaf
+        self._topic = context.topic(context.route.input)
+        self._partitions = context.run.partitions
+        self._kept = {p: _Kept(self._partitions) for p in range(self._partitions)}
+        self._restored: dict[int, Line] = {}
+        self._open: dict[int, _Open] = {}
+        self._undecodable_in_a_row = 0
+
+    # -- owning partitions ---------------------------------------------------------------------
+
+    async def share(self) -> None:
+        """Work on the partitions that the consumer group gives us, until the run is done."""
+        async with self._tools() as (writer, ledger):
+            consumer = self._context.bus.member(self._context.group)
+            assigned: set[int] = set()
+            consumer.subscribe([self._topic], listener=_Listener(consumer, assigned, self._open))
+            try:
+                await start(consumer)
+                while not self._over:
+                    if assigned:
+                        opened, _ = set(assigned), assigned.clear()
+                        await self._take_over(consumer, opened, writer, ledger)
+                    for record in await self._next(consumer):
+                        self._take(record)
+                    await self._flush_due(writer, consumer)
+                await self._flush_all(writer, consumer)
+            except (KafkaError, TimeoutError) as error:
+                raise Lost(f"{self._topic}: {error or type(error).__name__}") from error
+            finally:
+                await stop(consumer)
+        await self._end()
+
+    async def alone(self, active: Active) -> None:
+        """Work on all partitions while the role is ours, until the run is done."""
+        async with self._tools(active.writer) as (writer, ledger):
+            partitions = range(self._partitions)
+            async with LogReader(self._context.bus, self._topic, partitions) as reader:
+                await self._open_up(partitions, writer, ledger)
+                reader.position = {p: self._open[p].position for p in partitions}
+                async for records in reader.to_end(READ_TIMEOUT_S):
+                    for record in records:
+                        self._take(record)
+                    await self._flush_due(writer)
+                while not self._over:
+                    for record in await reader.more(POLL_S):
+                        self._take(record)
+                    await self._flush_due(writer)
+                await self._flush_all(writer)
+        await self._end()
+
+    @contextlib.asynccontextmanager
+    async def _tools(
+        self, writer: Writer | None = None
+    ) -> AsyncIterator[tuple[Writer, LedgerReader]]:
+        self._restored = await self._files(self._folder.restored)
+        own = writer or await self._context.bus.writer()
+        try:
+            async with LedgerReader(self._context.bus, self._context.run) as ledger:
+                yield own, ledger
+        finally:
+            if writer is None:
+                await own.close()
+
+    @property
+    def _over(self) -> bool:
+        return self._context.draining.is_set() or self._context.status is Status.DONE
+
+    async def _end(self) -> None:
+        """Make the final files, where it is the run and not only this process that ends."""
+        if self._context.status is Status.DONE:
+            await self._files(
+                lambda: self._finish(self._folder.everything(self._partitions))
+            )
+
+    async def _files(self, work: Callable[[], T]) -> T:
+        """Work on files, beside the event loop."""
+        return await asyncio.to_thread(work)
+
+    async def _take_over(
+        self, consumer: AIOKafkaConsumer, partitions: set[int], writer: Writer,
+        ledger: LedgerReader,
+    ) -> None:
+        """Go on where the parts end. The listener has paused these partitions."""
+        await self._open_up(partitions, writer, ledger)
+        for partition in partitions:
+            tp = TopicPartition(self._topic, partition)
+            if tp not in consumer.assignment() or partition not in self._open:
+                self._open.pop(partition, None)  # taken away again meanwhile
+                continue
+            consumer.seek(tp, self._open[partition].position)
+            consumer.resume(tp)
+
+    async def _next(self, consumer: AIOKafkaConsumer) -> list[ConsumerRecord]:
+        try:
+            async with asyncio.timeout(POLL_S + 2):  # a rebalance blocks it
+                got = await consumer.getmany(timeout_ms=int(POLL_S * 1000), max_records=500)
+        except TimeoutError:
+            return []
+        except OffsetOutOfRangeError as error:
+            raise Lost(f"{self._topic}: the log no longer holds {error.args[0]}, where the parts "
+                       "go on: its retention is too short") from error
+        for tp in consumer.assignment():
+            state = self._open.get(tp.partition)
+            high = consumer.highwater(tp)
+            if state is not None and high is not None and state.position > high:
+                raise Lost(f"{self._topic}[{tp.partition}]: the parts end at {state.position}, "
+                           f"beyond the log's end {high}: it is another log")
+        return [record for records in got.values() for record in records]
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    async def _open_up(
+        self, partitions: Iterable[int], writer: Writer, ledger: LedgerReader
+    ) -> None:
+        """Read what the parts hold and the ledger lacks; from then on the partitions are ours."""
+        fresh: list[Ended] = []
+        for partition in partitions:
+            fresh += await self._files(lambda p=partition: self._read_parts(p))
+        books = await ledger.catch_up(READ_TIMEOUT_S)
+        missing = [
+            end for end in fresh
+            if not books.ended(self._leaf, end.n)
+            and not (end.outcome is Outcome.PARKED and books.set_aside(self._leaf, end.n))
+        ]
+        await self._to_ledger(writer, missing)
+        for partition in partitions:
+            kept = self._kept[partition]
+            seen = Seen(self._partitions, kept.seen.state())
+            self._open[partition] = _Open(Decider(seen, min_score=self._min_score), kept.end)
+        self._context.progress.partitions = sorted(self._open)
+
+    def _read_parts(self, partition: int) -> list[Ended]:
+        """Ends in parts that were not read before, and in earlier logs' at the first time."""
+        kept, found = self._kept[partition], []
+        self._folder.take_over(partition)
+        if kept.end == 0:
+            for n, line in self._restored.items():
+                if n % self._partitions == partition:
+                    kept.add(n, line.outcome)
+                    found.append(line.ended(self._leaf))
+        for part in self._folder.chain(partition, kept.end):
+            for line in read_lines(part, Line):
+                kept.add(line.n, line.outcome)
+                found.append(line.ended(self._leaf))
+            kept.end = part.header.end
+        return found
+
+    def _take(self, record: ConsumerRecord) -> None:
+        state = self._open.get(record.partition)
+        if state is None or record.offset < state.position:
+            return
+        state.take(record, self._decide(state.decider, record), time.monotonic())
+        self._context.progress.open_groups = sum(len(o.buffer) for o in self._open.values())
+
+    def _decide(self, decider: Decider, record: ConsumerRecord) -> Decision | None:
+        headers = list(record.headers)
+        try:
+            group = decode(record.value, headers)
+        except Undecodable as error:
+            self._undecodable_in_a_row += 1
+            self._context.progress.failed += 1
+            log.error("undecodable group record", topic=self._topic, error=str(error),
+                      partition=record.partition, offset=record.offset)
+            if self._undecodable_in_a_row > MAX_UNDECODABLE_IN_A_ROW:
+                raise Lost(f"{self._topic}[{record.partition}]: {self._undecodable_in_a_row} "
+                           f"records in a row can't be read ({error})") from error
+            return decider.decide_undecodable(headers)
+        self._undecodable_in_a_row = 0
+        return decider.decide(group) if isinstance(group, Group) else None
+
+    # -- part, ledger, commit ------------------------------------------------------------------
+
+    async def _flush_due(self, writer: Writer, consumer: AIOKafkaConsumer | None = None) -> None:
+        now_s = time.monotonic()
+        for partition in [p for p, state in self._open.items() if state.due(now_s)]:
+            await self._flush(partition, writer, consumer)
+
+    async def _flush_all(self, writer: Writer, consumer: AIOKafkaConsumer | None = None) -> None:
+        for partition in [p for p, state in self._open.items() if state.buffer]:
+            await self._flush(partition, writer, consumer)
+
+    async def _flush(
+        self, partition: int, writer: Writer, consumer: AIOKafkaConsumer | None
+    ) -> None:
+        state = self._open.get(partition)
+        if state is None:
+            return
+        decisions, state.buffer = state.buffer, []
+        start_offset, end = state.start, state.position
+        state.start = end
+        await self._files(
+            lambda: self._folder.write(partition, start_offset, end, decisions)
+        )
+        await self._to_ledger(writer, [d.ended(self._leaf) for d in decisions])
+        kept = self._kept[partition]
+        for decision in decisions:
+            kept.add(decision.n, decision.outcome)
+        kept.end = end
+        progress = self._context.progress
+        progress.done += len(decisions)
+        progress.last_progress_s = time.time()
+        progress.open_groups = sum(len(o.buffer) for o in self._open.values())
+        if consumer is not None:
+            await self._commit(consumer, partition, end)
+
+    async def _to_ledger(self, writer: Writer, ends: list[Ended]) -> None:
+        topic = self._context.topic("ledger")
+        for first in range(0, len(ends), SENDS_AT_ONCE):
+            await asyncio.gather(*(
+                writer.send(topic, end.n % self._partitions, end, key=str(end.n))
+                for end in ends[first : first + SENDS_AT_ONCE]
+            ))
+
+    async def _commit(self, consumer: AIOKafkaConsumer, partition: int, offset: int) -> None:
+        """For people who look at the lag: the parts are the truth, so that a failure is no harm."""
+        tp = TopicPartition(self._topic, partition)
+        with contextlib.suppress(KafkaError, TimeoutError):
+            await asyncio.wait_for(
+                consumer.commit({tp: OffsetAndMetadata(offset, "")}), COMMIT_TIMEOUT_S
+            )
+
+
+class _Listener(ConsumerRebalanceListener):
+    """Stops partitions before their first read, and lets go of them at once."""
+
+    def __init__(
+        self, consumer: AIOKafkaConsumer, assigned: set[int], opened: dict[int, _Open]
+    ) -> None:
+        self._consumer = consumer
+        self._assigned = assigned
+        self._opened = opened
+
+    def on_partitions_revoked(self, revoked: Any) -> None:
+        self._assigned.clear()
+        self._opened.clear()
+
+    def on_partitions_assigned(self, assigned: Any) -> None:
+        tps = list(assigned)
+        if not tps:
+            return
+        # A position before anything is awaited: otherwise aiokafka asks for a committed one.
+        self._consumer.pause(*tps)
+        for tp in tps:
+            self._consumer.seek(tp, 0)
+        self._assigned.update(tp.partition for tp in tps)

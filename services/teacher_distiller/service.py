@@ -1,0 +1,81 @@
+"""The teacher-distiller as a service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollstream.shared.config import ConfigError
+from rollstream.shared.inference.client import InferenceClient
+from rollstream.shared.inference.types import InferenceError
+from rollstream.shared.loop import run_stage
+from rollstream.shared.routes import Route
+from rollstream.shared.runs import Refusal, RunConfig
+from rollstream.shared.service import RunContext
+from rollstream.shared.settings import ServiceSettings
+from rollstream.shared.step import Step
+
+from .distill import Distil, TokenBudget
+
+
+class TeacherDistiller:
+    """Serves runs whose teacher can give prompt logprobs."""
+
+    name = "teacher-distiller"
+    consumes = frozenset({"Scored", "Distilled"})
+    produces = "Distilled"
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+
+    async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
+        """Ask the teacher once what it can do. Raises Refusal."""
+        teacher = run.teacher
+        if not teacher.endpoint:
+            raise Refusal("teacher.endpoint", "(not given)", "give the teacher's URL or endpoint")
+        if not teacher.model:
+            raise Refusal("teacher.model", "(not given)", "give the name of the teacher's model")
+        async with self._client(run) as client:
+            try:
+                await client.wait_until_up(self._settings.startup_wait_s)
+                found = await client.capabilities(teacher.model)
+            except InferenceError as error:
+                raise Refusal(
+                    "teacher.endpoint", teacher.endpoint, f"start the server ({error})"
+                ) from error
+        if teacher.model not in found.models:
+            raise Refusal("teacher.model", teacher.model, f"it has: {', '.join(found.models)}")
+        if not found.prompt_logprobs:
+            why = found.detail.get("prompt_logprobs", "it returns none")
+            raise Refusal(
+                "teacher.endpoint", teacher.endpoint, f"needs prompt logprobs as vLLM has ({why})"
+            )
+        if teacher.top_k > found.max_prompt_logprobs:
+            raise Refusal(
+                "teacher.top_k", teacher.top_k,
+                f"the server allows {found.max_prompt_logprobs} (vLLM: --max-logprobs)",
+            )
+        return {"server": found.server}
+
+    async def attend(self, context: RunContext) -> None:
+        run = context.run
+        async with self._client(run) as client:
+            budget = TokenBudget(self._settings.teacher_tokens_in_flight)
+            step = Step(
+                each=Distil(run, client, budget), max_in_flight=self._settings.max_in_flight,
+                deadline_s=run.deadlines.teacher_s, max_attempts=1,
+            )
+            await run_stage(context, step, self.produces)
+
+    async def close(self) -> None:
+        """Nothing outlives a run here."""
+
+    def _client(self, run: RunConfig) -> InferenceClient:
+        try:
+            endpoint = self._settings.endpoint(run.teacher.endpoint)
+            return InferenceClient(
+                endpoint.urls, api_key=endpoint.api_key(),
+                max_concurrent=self._settings.max_in_flight * 8,
+                request_timeout_s=run.deadlines.teacher_s,
+            )
+        except (ConfigError, ValueError) as error:
+            raise Refusal("teacher.endpoint", run.teacher.endpoint, str(error)) from error

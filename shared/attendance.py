@@ -1,0 +1,209 @@
+"""Which runs one service process attends: loops come and go as the runs topic changes.
+
+Each run has a task of its own; a run's fault doesn't stop other runs. An attempt that ends ("not
+mine any more", a server that says no) starts again with a growing pause, its state shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+
+from rollstream.shared.bus import Bus, Lost, Writer
+from rollstream.shared.log_reader import LogReader
+from rollstream.shared.records import Answer
+from rollstream.shared.routes import Route
+from rollstream.shared.runs import Refusal, Registry, Run, RunConfig, Status
+from rollstream.shared.service import RunContext, Service
+from rollstream.shared.topics import control_topic, runs_topic
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+FOLLOW_S = 0.5
+END_S = 90.0
+
+
+class Attendance:
+    """Answers proposals and keeps one task for each (run, stage instance) that is live."""
+
+    def __init__(
+        self, service: Service, bus: Bus, prefix: str, *, run: str = "", instance: str = ""
+    ) -> None:
+        self._service = service
+        self._bus = bus
+        self._topic = runs_topic(prefix)
+        self._prefix = prefix
+        self._only_run = run
+        self._only_instance = instance
+        self._registry = Registry()
+        self._contexts: dict[tuple[str, str], RunContext] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._answers: set[asyncio.Task[None]] = set()
+        self._answered: set[tuple[str, str]] = set()
+        self._writer: Writer | None = None
+        self.caught_up = False
+        self._log = structlog.get_logger().bind(service=service.name)
+
+    async def follow(self) -> None:
+        """Follow the runs topic for ever. Raises Lost where it can't be read."""
+        self._writer = await self._bus.writer()
+        try:
+            async with LogReader(self._bus, self._topic, [0]) as log:
+                async for records in log.to_end(timeout_s=60):
+                    self._apply(records)
+                self.caught_up = True
+                self._reconcile()
+                while True:
+                    if records := await log.more(FOLLOW_S):
+                        self._apply(records)
+                    self._reconcile()
+        finally:
+            await self._writer.close()
+
+    async def drain(self) -> None:
+        """Take nothing new, finish what is in flight, within the grace."""
+        for context in self._contexts.values():
+            context.draining.set()
+        tasks = [*self._tasks.values(), *self._answers]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=END_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=10)
+
+    def status(self) -> dict[str, Any]:
+        """What is attended and how it goes, for /statusz."""
+        return {
+            f"{run}/{instance}": vars(context.progress) | {"status": context.status}
+            for (run, instance), context in self._contexts.items()
+        }
+
+    @property
+    def contexts(self) -> list[RunContext]:
+        return list(self._contexts.values())
+
+    # -- what the runs topic says ---------------------------------------------------------------
+
+    def _apply(self, records: list[Any]) -> None:
+        for record in records:
+            try:
+                self._registry.apply(record.key, record.value)
+            except ValueError as error:
+                self._log.error("unreadable run record", key=str(record.key), error=str(error))
+
+    def _reconcile(self) -> None:
+        live: set[tuple[str, str]] = set()
+        for run in list(self._registry.runs.values()):
+            if self._only_run and run.id != self._only_run:
+                continue
+            if run.status is Status.PROPOSED:
+                self._consider(run)
+            for route in self._mine(run.config):
+                if run.status is not None and (run.status.live or run.status is Status.DONE):
+                    live.add((run.id, route.instance))
+                    self._ensure(run, route)
+        for key in set(self._contexts) - live:
+            self._contexts.pop(key).draining.set()
+            if (task := self._tasks.pop(key, None)) is not None:
+                task.cancel()
+
+    def _mine(self, config: RunConfig | None) -> list[Route]:
+        return [
+            route for route in (config.stages if config else [])
+            if route.service == self._service.name
+            and self._only_instance in ("", route.instance)
+        ]
+
+    def _ensure(self, run: Run, route: Route) -> None:
+        key = (run.id, route.instance)
+        context = self._contexts.get(key)
+        if context is None:
+            if run.status is Status.DONE or run.config is None:
+                return
+            context = self._contexts[key] = RunContext(run.config, route, self._bus)
+        if run.status is not None and context.status is not run.status:
+            context.status = run.status
+            context.changed.set()
+        paused = run.status is Status.PAUSED
+        if paused:
+            context.draining.set()
+        elif key not in self._tasks and run.status is not Status.DONE:
+            context.draining.clear()
+        task = self._tasks.get(key)
+        if task is not None and task.done() and not paused and run.status is not Status.DONE:
+            del self._tasks[key]
+            task = None
+            context.draining.clear()
+        if task is None and not paused and run.status is not Status.DONE:
+            self._tasks[key] = asyncio.create_task(self._attend(context))
+
+    async def _attend(self, context: RunContext) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._service.attend(context)
+                context.progress.state = "done" if context.status is Status.DONE else "stopped"
+                return
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                context.progress.state = "retrying"
+                context.progress.last_error = str(error) or type(error).__name__
+                expected = isinstance(error, Lost) or type(error).__name__ == "Blocked"
+                self._log.warning(
+                    "attempt ended", run=context.run.run, stage=context.route.instance,
+                    error=context.progress.last_error, exc_info=not expected,
+                )
+            if context.ending:
+                return
+            if time.monotonic() - started_s > LONGEST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            try:
+                await asyncio.wait_for(context.draining.wait(), pause_s)
+                return
+            except TimeoutError:
+                pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+
+    # -- proposals --------------------------------------------------------------------------------
+
+    def _consider(self, run: Run) -> None:
+        proposal = run.state.proposal if run.state else None
+        for route in self._mine(proposal):
+            if proposal is None or (key := (proposal.log_id, route.instance)) in self._answered:
+                continue
+            self._answered.add(key)
+            task = asyncio.create_task(self._answer(proposal, route))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+
+    async def _answer(self, proposal: RunConfig, route: Route) -> None:
+        try:
+            facts = await self._service.consider(proposal, route)
+            answer = self._said(proposal, route, facts=facts, accepted=True)
+        except Refusal as refusal:
+            answer = self._said(proposal, route, accepted=False, reason=str(refusal))
+        except Exception as error:
+            self._log.exception("could not consider the run", run=proposal.run)
+            reason = f"{route.instance} failed to look at the run: {type(error).__name__}: {error}"
+            answer = self._said(proposal, route, accepted=False, reason=reason)
+        self._log.info(
+            "run considered", run=proposal.run, stage=route.instance,
+            accepted=answer.accepted, reason=answer.reason,
+        )
+        if self._writer is None:
+            return
+        try:
+            await self._writer.send(control_topic(self._prefix, proposal.run), 0, answer)
+        except Lost as error:
+            self._log.warning("answer not sent", run=proposal.run, error=str(error))
+
+    def _said(self, proposal: RunConfig, route: Route, **rest: Any) -> Answer:
+        return Answer(
+            instance=route.instance, service_id=self._bus.client_id, proposal=proposal.log_id,
+            **rest,
+        )

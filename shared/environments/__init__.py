@@ -1,0 +1,1 @@
+"""verifiers environments: loading, rollouts through our client, wire state, scoring."""

@@ -1,0 +1,199 @@
+"""HTTP to a pool of equal servers: one keep-alive session, bounded, retried, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+import structlog
+
+from rollstream.shared.inference.endpoints import Outcome, Pool
+from rollstream.shared.inference.faults import Busy, DeadlinePassed, error_from, error_within_200
+from rollstream.shared.inference.types import InferenceError, ServerUnavailable
+
+log = structlog.get_logger(__name__)
+
+BACKOFF_S = 0.5
+BACKOFF_MAX_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 4.0
+"""Less than a server's (vLLM's is 5): who closes an idle connection second risks a lost request."""
+
+
+class Reply(msgspec.Struct):
+    """A 200 answer."""
+
+    body: bytes
+    url: str
+    attempts: int
+
+
+class Transport:
+    """Requests to whichever server of the pool is best, again elsewhere where one fails."""
+
+    def __init__(
+        self, urls: list[str], *, api_key: str | None, max_concurrent: int, request_timeout_s: float
+    ) -> None:
+        self.urls = urls
+        self._pool = Pool(urls)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._request_timeout_s = request_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Open the session; no connection is made yet."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            headers={"Content-Type": "application/json", **self._headers},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close the session; what is under way is cut, which makes a server abort it."""
+        if self._session is not None:
+            await self._session.close()
+
+    def in_flight(self) -> dict[str, int]:
+        """Requests under way per URL."""
+        return self._pool.in_flight()
+
+    async def request(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        until: float,
+        sticky: str = "",
+        max_attempts: int = 1,
+    ) -> Reply:
+        """POST `body` as JSON, or GET where there is none; `until` is a time.monotonic().
+
+        Raises ContextOverflow and other InferenceErrors with the server's words; after
+        `max_attempts` retryable ones the last of them, ServerUnavailable where no server could be
+        reached; DeadlinePassed.
+        """
+        data = None if body is None else msgspec.json.encode(body)
+        tried: list[str] = []
+        failure: InferenceError | None = None
+        while len(tried) < max_attempts:
+            if failure and not self._pool.has_untried(tried, time.monotonic()):
+                await _pause(_backoff_s(len(tried), failure), until, failure)
+            url = await self._pick(sticky, tried, until, failure)
+            tried.append(url)
+            try:
+                return Reply(await self._once(url, path, data, until), url, len(tried))
+            except InferenceError as error:
+                if not error.retryable or isinstance(error, DeadlinePassed):
+                    raise
+                failure = error
+                log.debug("inference_retry", path=path, attempt=len(tried), error=str(error))
+        assert failure is not None
+        raise failure
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Until one server lists its models (or says that it has no such list).
+
+        Raises ServerUnavailable with URLs and last error; InferenceError at once on 401 and 403.
+        """
+        until = time.monotonic() + timeout_s
+        last: InferenceError | None = None
+        while True:
+            for url in self.urls:
+                try:
+                    soon = min(until, time.monotonic() + CONNECT_TIMEOUT_S)
+                    await self._exchange("GET", f"{url}/v1/models", None, soon)
+                    return
+                except InferenceError as error:
+                    if error.status is not None and not error.retryable:
+                        if error.status in (401, 403):
+                            raise
+                        return
+                    last = last if isinstance(error, DeadlinePassed) and last else error
+            if time.monotonic() + BACKOFF_S >= until:
+                raise ServerUnavailable(
+                    f"no inference server is up at {', '.join(self.urls)} after {timeout_s:g} s; "
+                    f"last error: {last}", retryable=True,
+                )
+            await asyncio.sleep(BACKOFF_S)
+
+    async def _pick(
+        self, sticky: str, tried: list[str], until: float, failure: InferenceError | None
+    ) -> str:
+        while (url := self._pool.pick(sticky, time.monotonic(), tried)) is None:
+            await _pause(self._pool.next_chance() - time.monotonic(), until, failure)
+        return url
+
+    async def _once(self, url: str, path: str, data: bytes | None, until: float) -> bytes:
+        outcome: Outcome = "unknown"
+        try:
+            body = await self._exchange("GET" if data is None else "POST", url + path, data, until)
+            outcome = "ok"
+            return body
+        except InferenceError as error:
+            if not isinstance(error, DeadlinePassed):
+                outcome = "fault" if error.retryable else "ok"
+            raise
+        finally:
+            self._pool.finish(url, outcome, time.monotonic())
+
+    async def _exchange(
+        self, method: Literal["GET", "POST"], url: str, data: bytes | None, until: float
+    ) -> bytes:
+        """One request, one answer; everything that goes wrong becomes an InferenceError."""
+        if self._session is None:
+            raise RuntimeError("the client is not open: use `async with`")
+        try:
+            async with asyncio.timeout(until - time.monotonic()), self._slots:
+                async with asyncio.timeout(self._request_timeout_s):
+                    async with self._session.request(
+                        method, url, data=data, allow_redirects=False
+                    ) as response:
+                        body = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ServerUnavailable(f"{url}: {error}", retryable=True) from error
+        except TimeoutError:
+            if time.monotonic() >= until:
+                raise DeadlinePassed(f"{url}: the deadline passed", retryable=True) from None
+            limit = f"no answer within {self._request_timeout_s:g} s"
+            raise InferenceError(f"{url}: {limit}", retryable=True) from None
+        except (aiohttp.ClientError, OSError) as error:
+            words = str(error) or type(error).__name__
+            raise InferenceError(f"{url}: the connection broke: {words}", retryable=True) from error
+        if 300 <= response.status < 400:
+            target = response.headers.get("Location", "elsewhere")
+            raise InferenceError(
+                f"{url} redirects to {target}: name that in the endpoint's url",
+                status=response.status,
+            )
+        status = response.status
+        if status == 200:
+            status = error_within_200(body) or 200
+        if status != 200:
+            raise error_from(status, body, url, response.headers.get("Retry-After"))
+        return body
+
+
+def _backoff_s(failures: int, failure: InferenceError) -> float:
+    """What the server asked for, and full jitter: who failed together must not return together."""
+    asked_s = failure.retry_after_s if isinstance(failure, Busy) else 0.0
+    return asked_s + random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_S * 2**failures))
+
+
+async def _pause(seconds: float, until: float, failure: InferenceError | None) -> None:
+    """Sleep, unless the deadline comes first: then its error, with what went wrong before."""
+    left_s = until - time.monotonic()
+    if seconds < left_s:
+        await asyncio.sleep(max(0.0, seconds))
+        return
+    if failure is None or isinstance(failure, ServerUnavailable):
+        raise ServerUnavailable(
+            f"no endpoint could be reached before the deadline; last error: {failure}",
+            retryable=True,
+        ) from failure
+    raise DeadlinePassed(f"the deadline passed; last error: {failure}", retryable=True) from failure

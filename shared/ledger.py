@@ -1,0 +1,215 @@
+"""The books of a run: a pure fold of its ledger, from which every count is derived.
+
+Per leaf, at every prefix of every ledger partition (`delivery.md` rule 21):
+
+    issued = delivered + dropped + parked + in flight
+
+The first end of a group at a leaf wins; `parked` is no end. Duplicates change nothing. Memory grows
+with what is in flight, not with what ever was: ended groups are a watermark.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from rollstream.shared.records import Ended, Issued, Outcome, Redriven
+from rollstream.shared.seen import Seen, Unit
+
+
+class LeafBooks(NamedTuple):
+    """How a run stands at one leaf: groups, unless a name says samples."""
+
+    leaf: str
+    issued: int
+    delivered: int
+    dropped: dict[str, int]
+    """By reason."""
+    parked: int
+    in_flight: int
+    issued_samples: int
+    in_flight_samples: int
+    reward_sum: float
+    reward_count: int
+    """Rewards of delivered groups, in samples."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the identity holds and nothing is negative."""
+        ended = self.delivered + sum(self.dropped.values()) + self.parked
+        return self.issued == ended + self.in_flight and self.in_flight >= 0
+
+
+class Ledger:
+    """What was issued and how it ended, per leaf.
+
+    `leaves` are the names of the run's sinks; what another leaf writes is left aside, as is a
+    record in a partition that is not its group's (`strangers` counts both).
+    """
+
+    def __init__(self, leaves: list[str], partitions: int) -> None:
+        self._partitions = partitions
+        self._issued = [Seen(partitions) for _ in range(partitions)]
+        self._leaves = {leaf: _Leaf(partitions) for leaf in leaves}
+        self._redriven: set[int] = set()
+        self._issued_samples = 0
+        self.issued_max = [-1] * partitions
+        """The highest issued n of each partition, -1 where there is none."""
+        self.restored = 0
+        """Issued groups whose ends come from an earlier log of the run."""
+        self.strangers = 0
+
+    def apply(self, partition: int, record: Issued | Ended | Redriven) -> None:
+        """Take the next record of a ledger partition in."""
+        if record.n < 0 or record.n % self._partitions != partition:
+            self.strangers += 1
+        elif isinstance(record, Issued):
+            self._issue(partition, record)
+        elif isinstance(record, Redriven):
+            self._redriven.add(record.n)
+            for leaf in self._leaves.values():
+                leaf.parked.pop(record.n, None)
+            self._forget_redriven(record.n)
+        elif record.leaf in self._leaves:
+            self._leaves[record.leaf].end(record)
+            self._forget_redriven(record.n)
+        else:
+            self.strangers += 1
+
+    def _issue(self, partition: int, record: Issued) -> None:
+        if self._issued[partition].has(Unit(record.n)):
+            return
+        self._issued[partition].add_group(record.n)
+        self.issued_max[partition] = max(self.issued_max[partition], record.n)
+        self._issued_samples += record.k
+        self.restored += record.restored
+        for leaf in self._leaves.values():
+            leaf.issue(record.n, record.k)
+
+    def _forget_redriven(self, n: int) -> None:
+        if all(leaf.ended(n) for leaf in self._leaves.values()):
+            self._redriven.discard(n)
+
+    def issued(self, n: int) -> bool:
+        """Whether group n exists."""
+        return self._issued[n % self._partitions].has(Unit(n))
+
+    def ended(self, leaf: str, n: int) -> bool:
+        """Whether the ledger holds group n's end at the leaf, issued already or not."""
+        return self._leaves[leaf].ended(n)
+
+    def set_aside(self, leaf: str, n: int) -> bool:
+        """Whether the ledger holds that group n was parked or redriven, if it has no end yet."""
+        return n in self._leaves[leaf].parked or n in self._redriven
+
+    def ended_groups(self, leaf: str) -> list[Seen]:
+        """Per partition, the groups that have ended at the leaf: a copy to go on from."""
+        return [Seen(self._partitions, s.state()) for s in self._leaves[leaf].final]
+
+    def books(self) -> list[LeafBooks]:
+        """One line of books a leaf, in the order of the routing."""
+        issued = sum(len(seen) for seen in self._issued)
+        return [
+            LeafBooks(
+                leaf=name, issued=issued, delivered=leaf.delivered, dropped=dict(leaf.dropped),
+                parked=leaf.parked_count, in_flight=len(leaf.open) - leaf.parked_count,
+                issued_samples=self._issued_samples, in_flight_samples=leaf.in_flight_samples,
+                reward_sum=leaf.reward_sum, reward_count=leaf.reward_count,
+            )
+            for name, leaf in self._leaves.items()
+        ]
+
+    def outstanding_samples(self, leaf: str) -> int:
+        """Samples that are issued and neither delivered nor dropped nor parked."""
+        return self._leaves[leaf].in_flight_samples
+
+    def open_groups(self, leaf: str) -> list[int]:
+        """The groups in flight: issued, not ended, not parked; in order."""
+        found = self._leaves[leaf]
+        return sorted(n for n in found.open if n not in found.parked)
+
+    def parked_groups(self, leaf: str) -> list[int]:
+        """The groups that are set aside and not put back, in order."""
+        found = self._leaves[leaf]
+        return sorted(n for n in found.parked if n in found.open)
+
+    def ended_unissued(self, leaf: str) -> list[int]:
+        """Groups that ended in an earlier log and are not issued in this one yet, in order.
+
+        The sink writes their ends when it starts, the producer answers with `issued{restored}`.
+        """
+        return sorted(self._leaves[leaf].early)
+
+    @property
+    def next_n(self) -> int:
+        """The number of the group that comes next: one above the highest issued."""
+        return max(self.issued_max, default=-1) + 1
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers below `next_n` that were never issued, in order: a producer died between."""
+        end = self.next_n
+        return sorted(
+            n
+            for partition, seen in enumerate(self._issued)
+            for n in range(partition + seen.watermark * self._partitions, end, self._partitions)
+            if not seen.has(Unit(n))
+        )
+
+
+class _Leaf:
+    """One leaf's side of the books."""
+
+    def __init__(self, partitions: int) -> None:
+        self._partitions = partitions
+        self.final = [Seen(partitions) for _ in range(partitions)]
+        self.open: dict[int, int] = {}
+        """Issued and not ended, parked ones too: n to its samples."""
+        self.parked: dict[int, None] = {}
+        """Set aside, issued already or not."""
+        self.early: dict[int, Ended] = {}
+        """Ends that came before their group was issued: of an earlier log."""
+        self.delivered = 0
+        self.dropped: Counter[str] = Counter()
+        self.reward_sum = 0.0
+        self.reward_count = 0
+
+    def ended(self, n: int) -> bool:
+        return self.final[n % self._partitions].has(Unit(n))
+
+    def issue(self, n: int, k: int) -> None:
+        early = self.early.pop(n, None)
+        if early is None:
+            self.open[n] = k
+        else:
+            self._count(early)
+
+    def end(self, record: Ended) -> None:
+        if self.ended(record.n):
+            return
+        if record.outcome is Outcome.PARKED:
+            self.parked[record.n] = None
+            return
+        self.final[record.n % self._partitions].add_group(record.n)
+        self.parked.pop(record.n, None)
+        if self.open.pop(record.n, None) is None:
+            self.early[record.n] = record
+        else:
+            self._count(record)
+
+    def _count(self, record: Ended) -> None:
+        if record.outcome is Outcome.DELIVERED:
+            self.delivered += 1
+            self.reward_sum += record.reward_sum
+            self.reward_count += record.reward_count
+        else:
+            self.dropped[record.reason or "unknown"] += 1
+
+    @property
+    def parked_count(self) -> int:
+        return sum(1 for n in self.parked if n in self.open)
+
+    @property
+    def in_flight_samples(self) -> int:
+        """Summed anew: what is open is bounded by admission."""
+        return sum(self.open.values()) - sum(self.open.get(n, 0) for n in self.parked)

@@ -1,0 +1,104 @@
+"""Reads partitions of one topic without a group: up to their present end, and on from there.
+
+The end is the high water mark that a fetch reports, never `end_offsets()`: on the embedded broker
+the latter is wrong after a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Self
+
+from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+
+from rollstream.shared.bus import Bus, Lost, start, stop
+
+POLL_MS = 100
+
+
+class LogReader:
+    """A reader of some partitions of a topic; use it as an async context manager.
+
+    `position` maps each partition to the offset that is read next.
+    """
+
+    def __init__(self, bus: Bus, topic: str, partitions: Iterable[int]) -> None:
+        self._consumer = bus.reader()
+        self.topic = topic
+        self.position: dict[int, int] = dict.fromkeys(partitions, 0)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await start(self._consumer)
+        except (KafkaError, TimeoutError) as error:
+            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await stop(self._consumer)
+
+    async def rewind(self) -> None:
+        """Go to the first record that each partition still keeps. Raises Lost."""
+        tps = [TopicPartition(self.topic, p) for p in self.position]
+        try:
+            first = await asyncio.wait_for(self._consumer.beginning_offsets(tps), 30)
+        except (KafkaError, TimeoutError) as error:
+            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+        self.position = {tp.partition: offset for tp, offset in first.items()}
+
+    async def to_end(self, timeout_s: float) -> AsyncIterator[list[ConsumerRecord]]:
+        """Records from `position` on, until everything is read that was written before the call.
+
+        Raises Lost after `timeout_s`, and where a position is outside of the log.
+        """
+        deadline = time.monotonic() + timeout_s
+        tps = [TopicPartition(self.topic, p) for p in self.position]
+        # Only a new assignment forgets the high water that an earlier read saw.
+        self._consumer.assign(tps)
+        for tp in tps:
+            self._consumer.seek(tp, self.position[tp.partition])
+        pending, ends = set(tps), {}
+        while pending:
+            if time.monotonic() > deadline:
+                raise Lost(f"{self.topic} was not read to its end within {timeout_s:g} s")
+            if records := await self._get(tps):
+                yield records
+            for tp in list(pending):
+                if tp not in ends and (high := self._consumer.highwater(tp)) is not None:
+                    ends[tp] = high
+                if tp in ends and self.position[tp.partition] >= ends[tp]:
+                    self._check(tp, ends[tp])
+                    pending.discard(tp)
+
+    async def more(self, timeout_s: float) -> list[ConsumerRecord]:
+        """What has come after `to_end`, waiting up to `timeout_s` for the first.
+
+        Raises Lost where a position is outside of the log.
+        """
+        tps = [TopicPartition(self.topic, p) for p in self.position]
+        return await self._get(tps, int(timeout_s * 1000))
+
+    async def _get(
+        self, tps: list[TopicPartition], timeout_ms: int = POLL_MS
+    ) -> list[ConsumerRecord]:
+        try:
+            # aiokafka waits for a fetch of its own even where the broker is gone
+            async with asyncio.timeout(timeout_ms / 1000 + 30):
+                got = await self._consumer.getmany(*tps, timeout_ms=timeout_ms)
+        except OffsetOutOfRangeError as error:
+            raise Lost(f"{self.topic}: the log no longer holds {error.args[0]}") from error
+        except (KafkaError, TimeoutError) as error:
+            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+        for tp in tps:
+            self.position[tp.partition] = await self._consumer.position(tp)
+        return [record for records in got.values() for record in records]
+
+    def _check(self, tp: TopicPartition, end: int) -> None:
+        """The embedded broker says nothing about a position beyond the end of the log."""
+        position = self.position[tp.partition]
+        later = self._consumer.highwater(tp) or end
+        if position > max(end, later):
+            raise Lost(f"{self.topic}[{tp.partition}]: position {position} is beyond {end}")

@@ -1,0 +1,399 @@
+"""One run's loop in one stage instance: the only consumer I/O between two topics.
+
+Reads the stage's input as a member of its consumer group, has the step work on it, writes each
+output to the partition number that the input came from, and commits the frontier. What may be
+done when is decided by `partition.Partition`; this is the thin shell around it.
+
+Invariants
+- The stage's own output is the truth: after an assignment it is read from the hint's position to
+  its end before anything is dispatched (`delivery.md` rule 7).
+- An offset is done when its output is acknowledged. Every commit is explicit and bounded in time.
+- A rebalance throws the machines away, never the tasks: what still runs here is adopted.
+- "Not mine any more" ends the attempt (Lost); the supervisor starts the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import (
+    CommitFailedError,
+    IllegalStateError,
+    KafkaError,
+    OffsetOutOfRangeError,
+)
+
+from rollstream.shared.bus import Bus, ConsumerRebalanceListener, Lost, Writer, start, stop
+from rollstream.shared.codec import header_int, header_text
+from rollstream.shared.frontier import decode_hint, encode_hint
+from rollstream.shared.intake import Intake, Work
+from rollstream.shared.output_tail import read_to_end
+from rollstream.shared.partition import Partition
+from rollstream.shared.records import Kind
+from rollstream.shared.seen import Unit
+from rollstream.shared.service import RunContext
+from rollstream.shared.step import Step
+from rollstream.shared.worker import Worker
+
+COMMIT_EVERY_S = 0.5
+COMMIT_TIMEOUT_S = 10.0
+REVOKE_COMMIT_TIMEOUT_S = 5.0
+POLL_MS = 200
+DRAIN_S = 60.0
+LATER_CHECK_S = 5.0
+HANDOVER_S = 60.0
+"""How long a partition's old owner may go on finishing what it had when it lost it (rule 9)."""
+
+
+@dataclass
+class _Waiting:
+    """Work that is probably being finished elsewhere."""
+
+    work: Work
+    since_s: float
+
+
+class StageLoop:
+    """Attends one run with one step until it is drained, cancelled or lost."""
+
+    def __init__(self, context: RunContext, step: Step, produces: str) -> None:
+        if context.route.input is None or context.route.output is None:
+            raise ValueError(f"{context.route.instance} has no input or no output")
+        self._context = context
+        self._bus: Bus = context.bus
+        self._step = step
+        self._in_topic = context.topic(context.route.input)
+        self._out_topic = context.topic(context.route.output)
+        self._intake = Intake(context, step, produces)
+        self._machines: dict[int, Partition] = {}
+        self._ready: deque[Work] = deque()
+        self._later: deque[_Waiting] = deque()
+        self._tasks: dict[tuple[int, Unit], asyncio.Task[None]] = {}
+        self._assigned: set[int] | None = None
+        self._fatal: BaseException | None = None
+        self._wake = asyncio.Event()
+        self._committed_at_s = 0.0
+        self._later_checked_s = 0.0
+        self._log = structlog.get_logger().bind(
+            run=context.run.run, stage=context.route.instance, topic=self._in_topic
+        )
+
+    async def run(self) -> None:
+        """Work until drained. Raises Lost, Blocked or TooManyFailures where the attempt is over."""
+        writer = await self._bus.writer()
+        self._worker = Worker(self._context, self._step, self._intake.produces, writer)
+        consumer = self._bus.member(self._context.group)
+        try:
+            consumer.subscribe([self._in_topic], listener=_Listener(self, consumer))
+            await start(consumer)
+            await self._loop(consumer)
+        finally:
+            await self._end(consumer, writer)
+
+    async def _loop(self, consumer: AIOKafkaConsumer) -> None:
+        draining_since_s: float | None = None
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            if self._assigned is not None:
+                await self._take_over(consumer)
+            self._dispatch()
+            if self._context.ending:
+                draining_since_s = draining_since_s or time.monotonic()
+                if not self._tasks or time.monotonic() - draining_since_s > DRAIN_S:
+                    await self._commit(consumer)
+                    return
+                await self._pause()
+            else:
+                await self._poll(consumer)
+            await self._check_later()
+            await self._expire(consumer)
+            if time.monotonic() - self._committed_at_s >= COMMIT_EVERY_S:
+                await self._commit(consumer)
+            self._report()
+
+    async def _poll(self, consumer: AIOKafkaConsumer) -> None:
+        """Read as much as there is room for; wait for room where there is none."""
+        room = self._step.max_in_flight - len(self._tasks) - len(self._ready)
+        if room <= 0:
+            await self._pause()
+            return
+        # A group needs k records to become one piece of work: read in bigger bites there.
+        most = 500 if self._step.groups else max(room, 1)
+        try:
+            got = await consumer.getmany(timeout_ms=POLL_MS, max_records=most)
+        except OffsetOutOfRangeError as error:
+            await self._out_of_range(consumer, error)
+            return
+        except IllegalStateError:
+            # The assignment changed between two awaits (aiokafka issue 929).
+            return
+        except KafkaError as error:
+            raise Lost(f"could not read {self._in_topic}: {error}") from error
+        for tp, records in got.items():
+            machine = self._machines.get(tp.partition)
+            if machine is None or self._assigned is not None:
+                continue
+            for record in records:
+                self._take(machine, record)
+        now_s = time.time()
+        for partition in self._machines:
+            tp = TopicPartition(self._in_topic, partition)
+            if tp in got or tp not in consumer.assignment():
+                continue
+            high_water = consumer.highwater(tp)
+            if high_water is not None and self._machines[partition].next_offset >= high_water:
+                self._intake.at_end(partition, now_s)
+
+    def _take(self, machine: Partition, record: ConsumerRecord) -> None:
+        for work in self._intake.read(machine, record):
+            if (record.partition, work.unit) in self._tasks:
+                continue
+            if work.later:
+                self._later.append(_Waiting(work, time.monotonic()))
+            else:
+                self._ready.append(work)
+
+    def _dispatch(self) -> None:
+        while self._ready and len(self._tasks) < self._step.max_in_flight:
+            work = self._ready.popleft()
+            key = (work.partition, work.unit)
+            machine = self._machines.get(work.partition)
+            if key in self._tasks or machine is None:
+                continue
+            if work.k > 0 and not machine.in_flight(work.unit):
+                continue
+            task = asyncio.create_task(self._work(work))
+            self._tasks[key] = task
+            task.add_done_callback(lambda _, key=key: self._tasks.pop(key, None))
+
+    async def _work(self, work: Work) -> None:
+        try:
+            ended = await self._worker.perform(work)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._fatal = self._fatal or error
+            self._wake.set()
+            return
+        machine = self._machines.get(work.partition)
+        if machine is not None:
+            machine.finished(work.unit, work.k, ended.offset, parked=ended.parked)
+            self._intake.settled(work.partition, work.unit)
+        self._context.progress.done += 1
+        self._context.progress.failed += ended.parked
+        self._context.progress.last_progress_s = time.time()
+        self._wake.set()
+
+    async def _pause(self) -> None:
+        """Wait for a task to end, for a moment at most."""
+        self._wake.clear()
+        try:
+            await asyncio.wait_for(self._wake.wait(), POLL_MS / 1000)
+        except TimeoutError:
+            pass
+
+    # -- assignment ---------------------------------------------------------------------------
+
+    def assigned(self, consumer: AIOKafkaConsumer, partitions: set[TopicPartition]) -> None:
+        """From the rebalance callback: nothing is fetched before the own output was read."""
+        for tp in partitions:
+            consumer.pause(tp)
+            # A position, any position: without one `auto_offset_reset="none"` raises.
+            consumer.seek(tp, 0)
+        self._assigned = {tp.partition for tp in partitions}
+        self._wake.set()
+
+    async def revoked(self, consumer: AIOKafkaConsumer) -> None:
+        """From the rebalance callback: one bounded commit, then return; the tasks run on."""
+        if not self._machines:
+            return
+        await self._commit(consumer, revoked=True)
+        self._machines = {}
+        self._ready.clear()
+        self._later.clear()
+        self._intake.forget()
+
+    async def _take_over(self, consumer: AIOKafkaConsumer) -> None:
+        """Build the machines of what is assigned: commit and hint, own output, then resume."""
+        partitions, self._assigned = self._assigned or set(), None
+        self._ready.clear()
+        self._later.clear()
+        self._intake.forget()
+        committed = await self._read_commits(partitions)
+        machines = {
+            p: Partition(
+                self._context.run.partitions,
+                committed=committed[p][0], hint=decode_hint(committed[p][1]),
+            )
+            for p in partitions
+        }
+        # From here on, tasks that finish are told to the new machines.
+        self._machines = machines
+        await self._read_tail(machines)
+        if self._assigned is not None:
+            return
+        for p, machine in machines.items():
+            tp = TopicPartition(self._in_topic, p)
+            try:
+                consumer.seek(tp, machine.next_offset)
+                consumer.resume(tp)
+            except IllegalStateError:
+                return
+        self._context.progress.partitions = sorted(machines)
+        self._log.info(
+            "assigned", partitions=sorted(machines), adopted=len(self._tasks),
+            offsets={p: m.next_offset for p, m in machines.items()},
+        )
+
+    async def _read_commits(self, partitions: set[int]) -> dict[int, tuple[int | None, str]]:
+        if not partitions:
+            return {}
+        admin = self._bus.admin()
+        await start(admin)
+        try:
+            tps = [TopicPartition(self._in_topic, p) for p in partitions]
+            answer = await asyncio.wait_for(
+                admin.list_consumer_group_offsets(self._context.group, partitions=tps), 30
+            )
+        except (KafkaError, TimeoutError) as error:
+            raise Lost(f"could not read commits of {self._context.group}: {error}") from error
+        finally:
+            await stop(admin)
+        found: dict[int, tuple[int | None, str]] = dict.fromkeys(partitions, (None, ""))
+        for tp, commit in answer.items():
+            if commit.offset >= 0:
+                found[tp.partition] = (commit.offset, commit.metadata)
+        return found
+
+    async def _read_tail(self, machines: dict[int, Partition]) -> None:
+        """Mark as done what the stage's own output holds (rule 7)."""
+
+        def take(tp: TopicPartition, record: ConsumerRecord) -> None:
+            headers = list(record.headers)
+            n, k = header_int(headers, "rs-group"), header_int(headers, "rs-k")
+            if n is None or k is None:
+                return
+            unit = Unit(n, header_int(headers, "rs-sample"))
+            parked = header_text(headers, "rs-kind") == Kind.PARKED
+            machines[tp.partition].found(unit, k, record.offset, parked=parked)
+
+        def out_of_range(tp: TopicPartition) -> None:
+            self._log.error(
+                "output position is gone, reading from the start", topic=tp.topic,
+                partition=tp.partition, position=machines[tp.partition].out_position,
+            )
+
+        starts = {TopicPartition(self._out_topic, p): m.out_position for p, m in machines.items()}
+        await read_to_end(self._bus, starts, take, out_of_range=out_of_range)
+
+    async def _out_of_range(
+        self, consumer: AIOKafkaConsumer, error: OffsetOutOfRangeError
+    ) -> None:
+        """A committed offset that the log does not have any more is loud, never a silent jump."""
+        for tp, offset in (error.args[0] if error.args else {}).items():
+            first = (await consumer.beginning_offsets([tp]))[tp]
+            self._log.error(
+                "input position is gone: records were deleted before they were read",
+                partition=tp.partition, position=offset, first_kept=first,
+                missing=max(0, first - offset),
+            )
+            if first <= offset:
+                raise Lost(f"{tp.topic}-{tp.partition} ends before our position {offset}")
+            consumer.seek(tp, first)
+
+    # -- commit, late work, deadlines ----------------------------------------------------------
+
+    async def _commit(self, consumer: AIOKafkaConsumer, *, revoked: bool = False) -> None:
+        self._committed_at_s = time.monotonic()
+        if self._assigned is not None and not revoked:
+            return
+        offsets: dict[TopicPartition, tuple[int, str]] = {}
+        keep_dispatched = revoked and not self._step.groups
+        for p, machine in self._machines.items():
+            if (commit := machine.commit(revoked=keep_dispatched)) is not None:
+                tp = TopicPartition(self._in_topic, p)
+                offsets[tp] = (commit.offset, encode_hint(commit.hint))
+        if not offsets:
+            return
+        try:
+            await asyncio.wait_for(
+                consumer.commit(offsets), REVOKE_COMMIT_TIMEOUT_S if revoked else COMMIT_TIMEOUT_S
+            )
+        except (CommitFailedError, IllegalStateError, KafkaError, TimeoutError) as error:
+            # Only a shorter way for the next owner; if the partitions are gone, an assignment
+            # follows and builds everything anew from the output (aiokafka issues 929, 933).
+            self._log.debug("commit failed", error=str(error) or type(error).__name__)
+            for machine in self._machines.values():
+                machine.commit_failed()
+
+    async def _check_later(self) -> None:
+        """Work that its old owner may be finishing: look at the output again, then do it."""
+        now_s = time.monotonic()
+        if not self._later or now_s - self._later_checked_s < LATER_CHECK_S:
+            return
+        self._later_checked_s = now_s
+        concerned = {
+            waiting.work.partition: self._machines[waiting.work.partition]
+            for waiting in self._later if waiting.work.partition in self._machines
+        }
+        await self._read_tail(concerned)
+        handover_s = min(HANDOVER_S, self._context.run.deadlines.sample_s)
+        still: deque[_Waiting] = deque()
+        for waiting in self._later:
+            machine = self._machines.get(waiting.work.partition)
+            if machine is None or not machine.in_flight(waiting.work.unit):
+                continue
+            if now_s - waiting.since_s >= handover_s:
+                self._ready.append(waiting.work)
+            else:
+                still.append(waiting)
+        self._later = still
+
+    async def _expire(self, consumer: AIOKafkaConsumer) -> None:
+        """Close groups whose missing samples will not come (rule 15)."""
+        if not self._step.groups or self._assigned is not None:
+            return
+        for work in await self._intake.expired(time.time(), self._machines):
+            if (work.partition, work.unit) not in self._tasks:
+                self._ready.append(work)
+
+    def _report(self) -> None:
+        progress = self._context.progress
+        progress.in_flight = len(self._tasks)
+        progress.queued = len(self._ready) + len(self._later)
+        progress.open_groups = self._intake.open_groups
+        progress.state = "working" if self._machines else "standby"
+
+    async def _end(self, consumer: AIOKafkaConsumer, writer: Writer) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=5)
+        await stop(consumer)
+        await writer.close()
+
+
+class _Listener(ConsumerRebalanceListener):
+    """aiokafka's callbacks; both must be quick (aiokafka is eager: everything is revoked)."""
+
+    def __init__(self, loop: StageLoop, consumer: AIOKafkaConsumer) -> None:
+        self._loop = loop
+        self._consumer = consumer
+
+    def on_partitions_revoked(self, revoked: Any) -> Any:
+        return self._loop.revoked(self._consumer)
+
+    def on_partitions_assigned(self, assigned: Any) -> None:
+        self._loop.assigned(self._consumer, set(assigned))
+
+
+async def run_stage(context: RunContext, step: Step, produces: str) -> None:
+    """Attend a run with a step; `produces` names the record of the output topic."""
+    await StageLoop(context, step, produces).run()

@@ -1,0 +1,206 @@
+"""A service process: settings, broker, health, the runs it attends, and a clean end.
+
+    rollstream run scorer --brokers localhost:9092        (or: python -m rollstream.services.scorer)
+
+Exit codes: 0 ended as asked, 1 lost the broker or got stuck, 2 can't start (one line says why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import structlog
+from aiokafka.errors import KafkaError
+
+from rollstream.shared import config, telemetry
+from rollstream.shared.attendance import Attendance
+from rollstream.shared.brokers.connection import check, client_options
+from rollstream.shared.bus import Bus, Lost, start, stop
+from rollstream.shared.health import Health, HealthServer, beat_event_loop, exit_when_stuck
+from rollstream.shared.routes import SIGNATURES
+from rollstream.shared.service import Service, load
+from rollstream.shared.settings import BROKERS_VARIABLE, ServiceSettings, load_settings
+from rollstream.shared.topics import create, runs_spec
+
+BROKER_CHECK_S = 2.0
+LOOP_STUCK_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one service until it is told to end; its exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"rollstream run {name}", allow_abbrev=False,
+        description=f"Attend runs as {name}, from any broker's runs topic.",
+    )
+    parser.add_argument("--config", help="a TOML file")
+    parser.add_argument("--check", action="store_true", help="look whether it could start, and end")
+    parser.add_argument("--print-config", action="store_true", help="show the settings, and end")
+    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+    config.add_flags(parser, ServiceSettings)
+    given = vars(parser.parse_args(argv))
+    try:
+        table = config.read_file(given.pop("config"))
+        settings = load_settings(_service_table(table, name), given)
+        if given["print_config"]:
+            print(config.printable(settings))
+            return 0
+        if given["with_parent"]:
+            _end_with_parent()
+        telemetry.configure_logging(name, settings.log_level)
+        telemetry.configure_tracing(name)
+        service = load(name, settings)
+        return asyncio.run(_Process(name, service, settings).run(check_only=given["check"]))
+    except (config.ConfigError, ModuleNotFoundError) as error:
+        print(f"rollstream run {name}: {error}", file=sys.stderr)
+        return 1 if given.get("check") else 2
+    except KeyboardInterrupt:
+        return 0
+
+
+def _service_table(table: dict[str, object], name: str) -> dict[str, object]:
+    """The file's common settings, with the service's own section laid over them."""
+    sections = {*SIGNATURES, name}
+    common = {
+        key: value for key, value in table.items()
+        if key not in sections and key not in ("route", "run", "up")
+    }
+    own = table.get(name, {})
+    return {**common, **own} if isinstance(own, dict) else common
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel for a SIGTERM when the process that started us is gone, kill -9 included."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class _Process:
+    def __init__(self, name: str, service: Service, settings: ServiceSettings) -> None:
+        self._name = name
+        self._service = service
+        self._settings = settings
+        self._asked_to_end = asyncio.Event()
+        self._log = structlog.get_logger().bind(service=name)
+
+    async def run(self, *, check_only: bool) -> int:
+        settings = self._settings
+        if not settings.brokers:
+            raise config.ConfigError(
+                "--brokers", "(not given)", f"give host:port, or set {BROKERS_VARIABLE}"
+            )
+        options = client_options(settings.security)
+        reason = await self._reach_broker(options, 5.0 if check_only else settings.startup_wait_s)
+        if reason is not None:
+            raise config.ConfigError("--brokers", settings.brokers, reason)
+        if check_only:
+            print(f"{self._name}: ready to start, {settings.brokers} answers")
+            return 0
+        client_id = f"{self._name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        bus = Bus(
+            settings.brokers, client_id, options, session_timeout_ms=settings.session_timeout_ms
+        )
+        await self._ensure_runs_topic(bus)
+        attendance = Attendance(
+            self._service, bus, settings.prefix, run=settings.run, instance=settings.instance
+        )
+        return await self._attend(attendance, options)
+
+    async def _attend(self, attendance: Attendance, options: dict[str, object]) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked_to_end.set)
+        health = Health()
+        server = HealthServer(
+            self._settings.health_port, health, attendance.status, host=self._settings.health_host
+        )
+        await server.start()
+        exit_when_stuck(health)
+        self._log.info("started", brokers=self._settings.brokers, health_port=server.port)
+        try:
+            tasks = {
+                asyncio.create_task(self._follow(attendance)),
+                asyncio.create_task(self._watch_broker(options)),
+                asyncio.create_task(self._asked_to_end.wait()),
+                asyncio.create_task(beat_event_loop(health, LOOP_STUCK_S)),
+                asyncio.create_task(_report(health, attendance)),
+            }
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            code = 0
+            for task in done:
+                if (error := task.exception()) is not None:
+                    code = 1
+                    print(f"rollstream run {self._name}: {error}", file=sys.stderr)
+            if code == 0:
+                await attendance.drain()
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=15)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._service.close(), 10)
+        finally:
+            await server.stop()
+        self._log.info("ended", code=code)
+        if code:
+            # Clients of a lost broker may hang in their own clean-up: nothing is left to save.
+            os._exit(code)
+        return code
+
+    async def _follow(self, attendance: Attendance) -> None:
+        """Follow the runs; a lost reader starts again, the broker's watch decides when to end."""
+        while True:
+            try:
+                await attendance.follow()
+            except (Lost, KafkaError, TimeoutError) as error:
+                self._log.warning("runs topic lost", error=str(error))
+                await asyncio.sleep(1)
+
+    async def _watch_broker(self, options: dict[str, object]) -> None:
+        """End the process, loudly, once the broker has been out of reach for too long."""
+        last_seen_s = time.monotonic()
+        while True:
+            await asyncio.sleep(BROKER_CHECK_S)
+            reason = await check(self._settings.brokers, dict(options), BROKER_CHECK_S * 2)
+            if reason is None:
+                last_seen_s = time.monotonic()
+            elif time.monotonic() - last_seen_s > self._settings.broker_lost_s:
+                raise Lost(f"the broker {self._settings.brokers} is lost: {reason}")
+
+    async def _reach_broker(self, options: dict[str, object], wait_s: float) -> str | None:
+        """None once the broker answers; else, after the startup wait, why it does not."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            reason = await check(self._settings.brokers, dict(options), 5.0)
+            if reason is None or time.monotonic() >= deadline_s:
+                return reason
+            await asyncio.sleep(0.5)
+
+    async def _ensure_runs_topic(self, bus: Bus) -> None:
+        admin = bus.admin()
+        await start(admin)
+        try:
+            await create(admin, [runs_spec(self._settings.prefix)])
+        finally:
+            await stop(admin)
+
+
+async def _report(health: Health, attendance: Attendance) -> None:
+    """Keep readiness true: the runs are known, and each stage of a live run works or stands by."""
+    while True:
+        health.set_ready("runs", attendance.caught_up, "reading the runs topic")
+        retrying = [
+            f"{c.run.run}/{c.route.instance}: {c.progress.last_error}"
+            for c in attendance.contexts if c.progress.state == "retrying"
+        ]
+        health.set_ready("attendance", not retrying, "; ".join(retrying))
+        await asyncio.sleep(0.5)

@@ -1,0 +1,123 @@
+"""Performs one piece of work: the step with its retries, the output, the dead letters.
+
+Every unit ends in exactly one acknowledged output record, whatever the step does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import structlog
+
+from rollstream.shared.bus import Writer
+from rollstream.shared.codec import Format
+from rollstream.shared.dead_letters import FailureRun, failed_rollout, parked_group
+from rollstream.shared.intake import Original, Work
+from rollstream.shared.records import (
+    DeadLetter,
+    Distilled,
+    Failure,
+    Group,
+    Kind,
+    Prompt,
+    Rollout,
+    Stop,
+)
+from rollstream.shared.runs import Status
+from rollstream.shared.service import RunContext
+from rollstream.shared.step import Batcher, Each, Step, perform
+
+
+class Ended(NamedTuple):
+    """Where a unit's output lies in the own output partition."""
+
+    offset: int
+    parked: bool
+
+
+class Worker:
+    """Turns Work into acknowledged output."""
+
+    def __init__(
+        self, context: RunContext, step: Step, produces: type, writer: Writer
+    ) -> None:
+        self._context = context
+        self._step = step
+        self._produces = produces
+        self._writer = writer
+        self._call: Each = step.each or step.group or Batcher(step)
+        self._failures = FailureRun()
+        self._out_topic = context.topic(context.route.output or "")
+        self._format: Format = "msgpack" if produces is Distilled else "json"
+        self._log = structlog.get_logger().bind(
+            run=context.run.run, stage=context.route.instance
+        )
+
+    async def perform(self, work: Work) -> Ended:
+        """Do it and write its output.
+
+        Raises Lost, Blocked and TooManyFailures: the attempt at the run is over.
+        """
+        started_s = time.monotonic()
+        if work.evidence is not None:
+            await self._dead_letter(work, work.evidence)
+            if work.k == 0:
+                return Ended(-1, parked=False)
+        record = work.output
+        if record is None:
+            record = await self._record(work)
+        offset = await self._writer.send(
+            self._out_topic, work.partition, record, key=f"{record.run}/{record.n}",
+            format=self._format,
+        )
+        parked = isinstance(record, Group) and record.kind is Kind.PARKED
+        self._log.debug(
+            "record", partition=work.partition, n=work.unit.n, i=work.unit.i, offset=offset,
+            duration_s=round(time.monotonic() - started_s, 4), outcome=_outcome(record),
+        )
+        return Ended(offset, parked)
+
+    async def _record(self, work: Work) -> Rollout | Group:
+        given = work.given
+        if isinstance(given, Prompt) and self._context.status is Status.STOPPED:
+            failure = Failure("cancelled", "the run was stopped")
+            return failed_rollout(given, work.originals[0].offset, failure, Stop.CANCELLED)
+        output = await perform(self._call, given, self._step)
+        if not isinstance(output, Failure):
+            self._failures.success()
+            if not isinstance(output, self._produces):
+                raise TypeError(f"the step gave {output!r:.100}, not a {self._produces.__name__}")
+            if isinstance(output, Rollout):
+                output.prompt_offset = work.originals[0].offset
+            return output
+        self._failures.failure(output)
+        if isinstance(given, Prompt):
+            stop = Stop.TIMEOUT if output.type == "timeout" else Stop.ERROR
+            return failed_rollout(given, work.originals[0].offset, output, stop)
+        await self._dead_letter(work, output)
+        source = given[0] if isinstance(given, list) else given
+        return parked_group(self._produces, source, output)
+
+    async def _dead_letter(self, work: Work, failure: Failure) -> None:
+        """Keep the input's bytes, acknowledged before anything is said downstream."""
+        first: Original = work.originals[0]
+        letter = DeadLetter(
+            run=self._context.run.run, pipeline=self._context.run.pipeline,
+            stage=self._context.route.instance, n=max(work.unit.n, -1),
+            topic=self._context.topic(self._context.route.input or ""),
+            partition=work.partition, offset=first.offset, error=failure,
+            originals=[original.value for original in work.originals],
+        )
+        await self._writer.send(
+            self._context.topic("dlq"), work.partition, letter, key=f"{letter.run}/{letter.n}",
+            headers=[
+                ("dlq.stage", letter.stage.encode()), ("dlq.error", failure.type.encode()),
+                ("dlq.topic", letter.topic.encode()), ("dlq.offset", str(first.offset).encode()),
+            ],
+        )
+        self._log.warning("dead letter", n=work.unit.n, error=failure.type, detail=failure.message)
+
+
+def _outcome(record: Rollout | Group) -> str:
+    return record.stop if isinstance(record, Rollout) else f"{record.kind} {record.reason}".strip()
