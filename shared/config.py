@@ -13,7 +13,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,6 +109,22 @@ def _metavar(setting: Setting) -> str:
     return getattr(inner, "__name__", "value").upper()
 
 
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """The flags that were given, by destination.
+
+    Raises ConfigError for an unknown one, with the nearest that exists.
+    """
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        name, _, value = unknown[0].partition("=")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+        raise ConfigError(name, value or (unknown[1] if unknown[1:] else "?"),
+                          f"no such flag; {hint}")
+    return vars(found)
+
+
 def read_file(path: str | Path | None) -> dict[str, Any]:
     """A TOML file as a dict; nothing where no path is given.
 
@@ -148,7 +164,7 @@ def resolve(
     try:
         return msgspec.convert(values, struct)
     except msgspec.ValidationError as error:
-        raise _explained(error, values, sources) from error
+        raise _explained(struct, error, values, sources) from error
 
 
 def _take_table(
@@ -204,8 +220,14 @@ def _put(values: dict[str, Any], setting: Setting, value: Any) -> None:
     values[last] = value
 
 
+def _options(struct: type[msgspec.Struct], name: str) -> str:
+    setting = next((s for s in settings_of(struct) if s.name == name), None)
+    return ", ".join(map(str, typing.get_args(_peel(setting.type)[0]))) if setting else ""
+
+
 def _explained(
-    error: msgspec.ValidationError, values: dict[str, Any], sources: dict[str, str]
+    struct: type[msgspec.Struct], error: msgspec.ValidationError, values: dict[str, Any],
+    sources: dict[str, str],
 ) -> ConfigError:
     text, _, where = str(error).partition(" - at `$")
     name = where.strip("`.") if where else text.partition("`")[2].partition("`")[0]
@@ -214,6 +236,8 @@ def _explained(
         value = value.get(part, "?") if isinstance(value, dict) else "?"
     source = sources.get(name, "")
     fix = text[0].lower() + text[1:]
+    if "invalid enum value" in fix and (options := _options(struct, name)):
+        fix = f"use one of: {options}"
     if "missing required" in fix:
         return ConfigError(name, "(not given)", f"give --{name.replace('_', '-')}")
     return ConfigError(source if source.startswith("-") else name, value, fix)

@@ -70,7 +70,8 @@ _GAUGES: dict[Gauge, str] = {
     POLICY_VERSION: "", EVENT_LOOP_LAG: "s",
 }
 _STEP_BOUNDS_S = [0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800]
-_REWARD_BOUNDS = [-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5]
+# None below 0: Prometheus leaves out a histogram's sum, and so the mean, where a bound is negative.
+_REWARD_BOUNDS = [0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5]
 _STALENESS_BOUNDS = [0, 1, 2, 3, 4, 6, 8, 12, 16, 32]
 
 _meter = metrics.get_meter("rollstream")

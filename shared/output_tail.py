@@ -80,3 +80,41 @@ async def _read(
             ends.pop(tp, None)
             starts = {**starts, tp: first}
     return ends
+
+
+async def last_records(
+    bus: Bus, topic: str, partitions: int, count: int, *, timeout_s: float = 120.0
+) -> dict[int, list[ConsumerRecord]]:
+    """About the last `count` records of each partition, at least those. Raises Lost."""
+    tps = [TopicPartition(topic, p) for p in range(partitions)]
+    consumer = bus.reader()
+    await start(consumer)
+    try:
+        first = await consumer.beginning_offsets(tps)
+        ends = await _ends(consumer, first, time.monotonic() + timeout_s)
+    finally:
+        await stop(consumer)
+    found: dict[int, list[ConsumerRecord]] = {tp.partition: [] for tp in tps}
+    starts = {tp: max(first[tp], ends[tp] - count) for tp in tps}
+    await read_to_end(
+        bus, starts, lambda tp, record: found[tp.partition].append(record), timeout_s=timeout_s
+    )
+    return found
+
+
+async def _ends(
+    consumer: AIOKafkaConsumer, starts: Mapping[TopicPartition, int], deadline_s: float
+) -> dict[TopicPartition, int]:
+    """The high water of each partition, from the first answer to a fetch."""
+    consumer.assign(list(starts))
+    for tp, offset in starts.items():
+        consumer.seek(tp, offset)
+    ends: dict[TopicPartition, int] = {}
+    while len(ends) < len(starts):
+        if time.monotonic() > deadline_s:
+            raise Lost(f"no end of {len(starts) - len(ends)} partitions in time")
+        await consumer.getmany(timeout_ms=100)
+        for tp in starts:
+            if (high_water := consumer.highwater(tp)) is not None:
+                ends[tp] = high_water
+    return ends

@@ -77,9 +77,9 @@ class SinkSettings(msgspec.Struct, frozen=True):
     formats: Annotated[list[str], Meta(description="dataset files: jsonl, parquet")] = (
         msgspec.field(default_factory=lambda: ["jsonl", "parquet"])
     )
-    min_score: Annotated[
-        float | None, Meta(description="sft: only samples with at least this reward")
-    ] = None
+    min_score: (
+        Annotated[float, Meta(description="sft: only samples with at least this reward")] | None
+    ) = None
     pass_threshold: Annotated[float, Meta(description="eval: passes at this reward")] = 0.5
     host: Annotated[str, Meta(description="the trainer API listens here")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="the trainer API's port")] = 8000
@@ -132,6 +132,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
     include_messages: bool = False
     send_advantages: bool = False
+    restored: list[tuple[int, int]] = []
+    """Groups [first, last] whose end is in the sink's parts of an earlier log of this run."""
     settings: dict[str, Any] = {}
     """Sections for services that are not this project's own, by instance name."""
 

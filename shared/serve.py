@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 from aiokafka.errors import KafkaError
@@ -48,8 +49,9 @@ def main(name: str, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="show the settings, and end")
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     config.add_flags(parser, ServiceSettings)
-    given = vars(parser.parse_args(argv))
+    given: dict[str, Any] = {}
     try:
+        given = config.parse_flags(parser, argv)
         table = config.read_file(given.pop("config"))
         settings = load_settings(_service_table(table, name), given)
         if given["print_config"]:
@@ -100,7 +102,7 @@ class _Process:
                 "--brokers", "(not given)", f"give host:port, or set {BROKERS_VARIABLE}"
             )
         options = client_options(settings.security)
-        reason = await self._reach_broker(options, 5.0 if check_only else settings.startup_wait_s)
+        reason = await self._reach_broker(options, 0.0 if check_only else settings.startup_wait_s)
         if reason is not None:
             raise config.ConfigError("--brokers", settings.brokers, reason)
         if check_only:

@@ -31,6 +31,7 @@ REPEAT_AFTER_S = 10.0
 _REMEMBERED = 256
 
 _record_log = structlog.get_logger("rollstream.record")
+_tracer = trace.get_tracer("rollstream")
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -209,6 +210,10 @@ def otlp_exporter(signal: Literal["traces", "metrics"], endpoint: str) -> Any:
     return Exporter(endpoint=f"{endpoint.rstrip('/')}/v1/{signal}")
 
 
+def _tracing() -> bool:
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
 @contextmanager
 def process_span(
     topic: str, partition: int, offset: int, headers: Headers, *, group: str | None = None
@@ -217,6 +222,9 @@ def process_span(
 
     `group` is the consumer group. An exception that leaves the block marks the span as failed.
     """
+    if not _tracing() and all(key != "traceparent" for key, _ in headers):
+        yield trace.INVALID_SPAN
+        return
     parent = extract(headers)
     sender = trace.get_current_span(parent).get_span_context()
     attributes: dict[str, str | int] = {
@@ -229,7 +237,7 @@ def process_span(
     }
     if group is not None:
         attributes["messaging.consumer.group.name"] = group
-    with trace.get_tracer("rollstream").start_as_current_span(
+    with _tracer.start_as_current_span(
         f"process {topic}", context=parent, kind=SpanKind.CONSUMER, attributes=attributes,
         links=[Link(sender)] if sender.is_valid else None,
     ) as span:
@@ -239,6 +247,10 @@ def process_span(
 @contextmanager
 def send_span(topic: str, partition: int, headers: Headers) -> Iterator[Span]:
     """Sending one record, until it is acknowledged; puts the span's context into the headers."""
+    if not _tracing():
+        inject(headers)
+        yield trace.INVALID_SPAN
+        return
     attributes = {
         "messaging.system": "kafka",
         "messaging.operation.name": "send",
@@ -246,7 +258,7 @@ def send_span(topic: str, partition: int, headers: Headers) -> Iterator[Span]:
         "messaging.destination.name": topic,
         "messaging.destination.partition.id": str(partition),
     }
-    with trace.get_tracer("rollstream").start_as_current_span(
+    with _tracer.start_as_current_span(
         f"send {topic}", kind=SpanKind.PRODUCER, attributes=attributes
     ) as span:
         inject(headers)
@@ -256,7 +268,7 @@ def send_span(topic: str, partition: int, headers: Headers) -> Iterator[Span]:
 @contextmanager
 def model_span(operation: str, model: str, provider: str) -> Iterator[Span]:
     """A request to an inference server: `chat MODEL` (OpenTelemetry GenAI conventions 0.1)."""
-    with trace.get_tracer("rollstream").start_as_current_span(
+    with _tracer.start_as_current_span(
         f"{operation} {model}", kind=SpanKind.CLIENT,
         attributes={
             "gen_ai.operation.name": operation,

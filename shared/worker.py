@@ -86,7 +86,7 @@ class Worker:
         output = await perform(self._call, given, self._step)
         if not isinstance(output, Failure):
             self._failures.success()
-            if not isinstance(output, self._produces):
+            if not isinstance(output, self._produces) or not isinstance(output, Rollout | Group):
                 raise TypeError(f"the step gave {output!r:.100}, not a {self._produces.__name__}")
             if isinstance(output, Rollout):
                 output.prompt_offset = work.originals[0].offset

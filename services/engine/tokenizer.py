@@ -45,7 +45,7 @@ def bpe_from_gguf(*, tokens: list[str], kinds: list[int], merges: list[str], pre
 class Tokenizer:
     """The tokenizer and chat template of a converted model's folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, bos_token: int, eos_token: int) -> None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
         from tokenizers import Tokenizer as Bpe
 
@@ -60,7 +60,8 @@ class Tokenizer:
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(source)
         self._template_tokens = {
-            "bos_token": self._bpe.id_to_token(1), "eos_token": self._bpe.id_to_token(2),
+            "bos_token": self._bpe.id_to_token(bos_token),
+            "eos_token": self._bpe.id_to_token(eos_token),
         }
 
     @property
@@ -78,7 +79,7 @@ class Tokenizer:
 
     def token_name(self, token: int) -> str:
         """The vocabulary's own spelling (`Ġthere`)."""
-        return self._bpe.id_to_token(token)
+        return self._bpe.id_to_token(token) or ""
 
     def token_text(self, token: int) -> str:
         """The text of one token alone; U+FFFD where it is part of a character."""

@@ -90,7 +90,8 @@ class FileLeaf:
         self, context: RunContext, folder: Folder, finish: Finish, *,
         min_score: float | None = None,
     ) -> None:
-        assert context.route.input is not None and context.route.leaf is not None
+        assert context.route.input is not None
+        assert context.route.leaf is not None
         self._context = context
         self._folder = folder
         self._finish = finish

@@ -220,13 +220,19 @@ def read_lines(part: PartFile, kind: type[L]) -> Iterator[L]:
 
     Raises PartError where it is torn or damaged.
     """
+    return (line for line, _ in _located(part, kind))
+
+
+def _located(part: PartFile, kind: type[L]) -> Iterator[tuple[L, int]]:
+    """Lines and the byte at which each starts."""
     count = 0
     with part.path.open("rb") as file:
-        file.readline()
+        offset = len(file.readline())
         for line in file:
             if not line.endswith(b"\n"):
                 raise PartError(part.path, "its last line is torn")
-            yield _decode(part.path, line, kind)
+            yield _decode(part.path, line, kind), offset
+            offset += len(line)
             count += 1
     if count != part.header.count:
         raise PartError(part.path, f"holds {count} groups, its header says {part.header.count}")
@@ -253,3 +259,39 @@ def _decode(path: Path, line: bytes, kind: type[K]) -> K:
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
         raise PartError(path, f"is torn or damaged ({error})") from error
+
+
+def in_order(parts: list[PartFile], outcomes: frozenset[Outcome]) -> Iterator[FullLine]:
+    """The lines of ended groups by group number, each group once: its first end counts.
+
+    Only lines with one of `outcomes` come. Holds an index of all groups in memory, about a hundred
+    bytes each, and one line at a time. Raises PartError.
+    """
+    ended: set[int] = set()
+    index: list[tuple[int, int, int]] = []
+    for at, part in enumerate(parts):
+        for line, offset in _located(part, Line):
+            if line.outcome is Outcome.PARKED or line.n in ended:
+                continue
+            ended.add(line.n)
+            if line.outcome in outcomes:
+                index.append((line.n, at, offset))
+    for _, at, offset in sorted(index):
+        with parts[at].path.open("rb") as file:
+            file.seek(offset)
+            yield _decode(parts[at].path, file.readline(), FullLine)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to; it takes the name over, synced, once everything went well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield aside
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -114,6 +114,8 @@ def _sampling(
     params = (ON_POLICY if on_policy else {}) | sampling
     if "max_completion_tokens" in params:
         params["max_tokens"] = params.pop("max_completion_tokens")
+    if (budget := params.get("max_tokens")) is not None and budget < 1:
+        raise ValueError(f"sampling.max_tokens is {budget}: a request needs at least 1")
     if seed is not None:
         params["seed"] = seed
     return {k: v for k, v in params.items() if k != "n" and k not in leave_out and v is not None}

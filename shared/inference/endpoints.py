@@ -123,8 +123,6 @@ class Pool:
         if not usable:
             return None
         candidates = [s for s in usable if s.url not in avoid] or usable
-        # A trial costs its request a fault, so it is left to last while another server works.
-        candidates = [s for s in candidates if s.closed_until is None] or candidates
         least = min(s.in_flight for s in candidates)
         near = [s for s in candidates if s.in_flight <= least + (SLACK if key else 0)]
         server = max(near, key=lambda s: _affinity(key, s.url)) if key else near[0]

@@ -16,7 +16,9 @@ log = structlog.get_logger(__name__)
 _WORDS_CHARS = 500
 _OVERFLOW = re.compile(
     r"context.?(length|window|size)|maximum model length|max_model_len"
-    r"|(prompt|input|messages)\b.{0,60}\btoo long",
+    r"|(prompt|input|messages)\b.{0,60}\btoo long"
+    # vLLM's answer to a prompt that fills the context to the last token.
+    r"|max_tokens must be at least 1, got 0",
     re.IGNORECASE | re.DOTALL,
 )
 _UNSUPPORTED = re.compile(

@@ -150,7 +150,7 @@ def test_a_row_comes_back_as_verifiers_input() -> None:
     }
     assert "answer" not in to_input(to_row({"prompt": "hi"}))
     assert "task" not in to_input(to_row({"prompt": "hi", "task": "default"}))
-    with pytest.raises(ValueError, match="column 'blob' .*bytes"):
+    with pytest.raises(ValueError, match=r"column 'blob' .*bytes"):
         to_row({"prompt": "hi", "blob": b"\0"})
 
 

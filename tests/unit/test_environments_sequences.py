@@ -20,10 +20,8 @@ def rollouts(draw: st.DrawFn) -> tuple[list[Turn], int]:
     anew = 0
     for number in range(draw(st.integers(1, 6))):
         rewritten = bool(turns) and draw(st.booleans())
-        if rewritten:
-            prompt = [*so_far[:-1], so_far[-1] + 1, *draw(ids)]
-        else:
-            prompt = so_far + draw(ids)
+        history = [*so_far[:-1], so_far[-1] + 1] if rewritten else so_far
+        prompt = history + draw(ids)
         anew += rewritten or not turns
         sampled = draw(ids)
         logprobs = draw(

@@ -142,7 +142,8 @@ def test_the_last_answer_must_be_followed_by_something():
 
 
 def test_follows_sees_a_rewritten_history():
-    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    function = {"name": "f", "arguments": "{}"}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": function}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     sent = [user("q")]
     same = {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "other"}]}

@@ -164,8 +164,8 @@ def completion_answer(**changes: Any) -> bytes:
             {"4093": {"logprob": -13.96, "rank": 11398, "decoded_token": "user"},
              "29": {"logprob": -0.96, "rank": 1, "decoded_token": "-"},
              "28": {"logprob": -1.96, "rank": 2, "decoded_token": "+"}},
-            {"198": {"logprob": -0.1, "rank": 1, "decoded_token": "\n"},
-             "5": {"logprob": -3.0, "rank": 2, "decoded_token": "x"}},
+            {"198": {"logprob": -3.0, "rank": 2, "decoded_token": "\n"},
+             "5": {"logprob": -0.1, "rank": 1, "decoded_token": "x"}},
         ],
     }
     return wire({"id": "cmpl-1", "choices": [choice | changes], "usage": None})
@@ -181,14 +181,15 @@ def test_a_completion_to_ids():
 
 def test_prompt_logprobs_by_rank_with_the_own_token_inside_or_outside_the_best():
     scored = dialects.parse_prompt_logprobs(completion_answer(), [1, 4093, 198], 2)
-    assert scored.top_ids == [[], [29, 28], [198, 5]]
+    assert scored.top_ids == [[], [29, 28], [5, 198]]
     assert scored.top_logprobs == [[], [-0.96, -1.96], [-0.1, -3.0]]
-    assert scored.own == [None, -13.96, -0.1]
+    assert scored.own == [None, -13.96, -3.0]
 
 
 def test_prompt_logprobs_of_the_own_token_only():
     rows = [None, {"4093": {"logprob": -13.96, "rank": 3}}, {"198": {"logprob": -0.1, "rank": 1}}]
-    scored = dialects.parse_prompt_logprobs(completion_answer(prompt_logprobs=rows), [1, 4093, 198], 0)
+    answer = completion_answer(prompt_logprobs=rows)
+    scored = dialects.parse_prompt_logprobs(answer, [1, 4093, 198], 0)
     assert scored.top_ids == [[], [], []]
     assert scored.own == [None, -13.96, -0.1]
 
@@ -251,6 +252,8 @@ def test_template_arguments_go_to_the_template_only():
     assert (params["max_tokens"], params["seed"], params["n"], params["top_k"]) == (5, 1, 1, -1)
 
 
-def test_several_answers_to_one_request_are_refused_by_name():
+def test_several_answers_and_none_are_refused_by_name():
     with pytest.raises(ValueError, match=r"sampling.n is 4"):
         bodies.chat_body("m", [], {"n": 4}, tools=None, seed=1, want_tokens=True)
+    with pytest.raises(ValueError, match=r"sampling.max_tokens is 0"):
+        bodies.generate_body("m", [1], {"max_tokens": 0}, 1)

@@ -20,7 +20,8 @@ URL = "http://h:1/v1/chat/completions"
 
 
 def openai(message: str, **fields: Any) -> bytes:
-    return json.dumps({"error": {"message": message, "type": "t", "param": None, **fields}}).encode()
+    error = {"message": message, "type": "t", "param": None, **fields}
+    return json.dumps({"error": error}).encode()
 
 
 def refused(status: int, body: bytes, **headers: Any) -> InferenceError:
@@ -58,8 +59,9 @@ def test_a_page_of_html_is_cut():
 
 @pytest.mark.parametrize("words", [
     "This model's maximum context length is 2048 tokens. However, you requested 4203 tokens",
-    "'max_tokens' or 'max_completion_tokens' is too large: 2048. This model's maximum context length"
-    " is 2048 tokens and your request has 38 input tokens (2048 > 2048 - 38).",
+    "'max_tokens' or 'max_completion_tokens' is too large: 2048. This model's maximum context "
+    "length is 2048 tokens and your request has 38 input tokens (2048 > 2048 - 38).",
+    "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)",
     "The decoder prompt (length 5000) is longer than the maximum model length of 2048.",
     "prompt is too long: 9000 tokens > 8000 maximum",
     "Your input exceeds the context window of this model",
@@ -118,7 +120,7 @@ def test_one_refusal_teaches(words: str, lessons: Lessons):
 def test_lessons_add_up_and_are_applied():
     first = learn(Lessons(), BODY, refused(400, openai("seed is not supported")))
     both = learn(first, first.apply(BODY), refused(
-        422, b'{"detail": [{"loc": ["body", "temperature"], "msg": "Extra inputs are not permitted"}]}'
+        422, b'{"detail": [{"loc": ["body", "temperature"], "msg": "Extra inputs not permitted"}]}'
     ))
     assert both.apply(BODY) == {"model": "m", "messages": [], "max_tokens": 5}
     assert learn(both, both.apply(BODY), refused(400, openai("seed is not supported"))) == both

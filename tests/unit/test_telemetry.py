@@ -1,7 +1,13 @@
+import asyncio
+import io
 import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
+from aiohttp import web
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -14,12 +20,13 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def stderr_logs(capsys):
-    """The lines that went to stderr since, as dicts; logging is put back afterwards."""
+def stderr_logs(monkeypatch):
+    """The lines that went to stderr, as dicts; logging is put back afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
     telemetry.configure_logging("scorer", "info", json=True)
-    yield lambda: [print(x) or json.loads(line) for x in [capsys.readouterr().err] for line in x.splitlines()]
+    yield lambda: [json.loads(line) for line in stderr.getvalue().splitlines()]
     root.handlers[:], root.level = handlers, level
 
 
@@ -115,6 +122,19 @@ def test_no_endpoint_no_tracing(monkeypatch):
     assert telemetry.configure_tracing("generator") is False
 
 
+@pytest.mark.parametrize("incoming", [[], [("traceparent", TRACEPARENT.encode())]])
+def test_without_an_exporter_the_trace_is_still_passed_on(incoming):
+    program = (
+        "from rollstream.shared import telemetry as t\n"
+        f"with t.process_span('a', 0, 0, {incoming!r}), t.send_span('b', 0, sent := []): pass\n"
+        "import sys; print(sent); assert 'opentelemetry.sdk' not in sys.modules"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert result.stdout.strip() == repr(incoming)
+
+
 def test_one_trace_a_sample_over_two_stages(spans):
     spans.clear()
     headers = [("traceparent", TRACEPARENT.encode())]
@@ -146,3 +166,38 @@ def test_one_trace_a_sample_over_two_stages(spans):
     assert send.kind is trace.SpanKind.PRODUCER
     assert done["process rollouts", 1].parent.span_id == send.context.span_id
     assert done["process rollouts", 1].status.status_code is trace.StatusCode.ERROR
+
+
+async def test_spans_and_numbers_leave_by_otlp_where_an_endpoint_is_set():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    seen = []
+
+    async def take(request):
+        seen.append((request.path, await request.read()))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/{signal}", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    program = (
+        "from opentelemetry import metrics as m, trace\n"
+        "from rollstream.shared import metrics, telemetry\n"
+        "assert telemetry.configure_tracing('scorer'); metrics.configure_metrics('scorer')\n"
+        "metrics.Metrics('rl', 'scorer').consumed('rollouts')\n"
+        "with telemetry.process_span('rollouts', 0, 0, []): pass\n"
+        "trace.get_tracer_provider().shutdown(); m.get_meter_provider().shutdown()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program,
+        env=os.environ | {
+            telemetry.ENDPOINT_VARIABLE: f"http://127.0.0.1:{runner.addresses[0][1]}",
+            "NO_PROXY": "127.0.0.1",
+        },
+    )
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+    await runner.cleanup()
+    bodies = dict(seen)
+    assert b"process rollouts" in bodies["/v1/traces"]
+    assert b"rollstream.records.consumed" in bodies["/v1/metrics"]

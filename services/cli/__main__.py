@@ -1,0 +1,67 @@
+"""rollstream: the one program.
+
+    rollstream demo                 the whole pipeline on this machine
+    rollstream up                   a broker and all services on this machine
+    rollstream rl|sft|eval ...      start a run
+    rollstream run SERVICE ...      one service, against any broker
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("rollstream.services.cli.demo", "rl, sft and eval runs on this machine, from nothing"),
+    "up": ("rollstream.services.cli.up", "a broker and all services on this machine"),
+    "rl": ("rollstream.services.cli.start", "start a run: groups for a trainer"),
+    "sft": ("rollstream.services.cli.start", "start a run: a dataset"),
+    "eval": ("rollstream.services.cli.start", "start a run: a report with pass@k"),
+    "run": ("rollstream.services.cli.service", "one service, against any broker"),
+    "runs": ("rollstream.services.cli.runs", "list, show, pause, resume, stop or remove runs"),
+    "ledger": ("rollstream.services.cli.books", "a run's books: issued = delivered + ..."),
+    "routes": ("rollstream.services.cli.show_routes", "the routing table as a diagram"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hand over to the command's own module; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        from rollstream import __version__
+
+        print(f"rollstream {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of: {', '.join(COMMANDS)}"
+        print(f"rollstream: command = {name}: no such command; {hint}", file=sys.stderr)
+        return 2
+    import importlib
+
+    command: Callable[[str, list[str]], int] = importlib.import_module(COMMANDS[name][0]).main
+    try:
+        return command(name, rest)
+    except BrokenPipeError:
+        # Whoever read our output has enough, e.g. `| head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([
+        "usage: rollstream COMMAND ...   (rollstream COMMAND --help)", "", *lines,
+    ])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

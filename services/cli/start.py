@@ -1,0 +1,70 @@
+"""rollstream rl|sft|eval: start a run on services that are running, and watch it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import msgspec
+from aiokafka.errors import KafkaError
+from rich.console import Console
+
+from rollstream.services.tap.watch import follow
+from rollstream.shared import routes
+from rollstream.shared.bus import Lost
+from rollstream.shared.config import ConfigError, add_flags, parse_flags, printable, read_file
+from rollstream.shared.runs import RunConfig
+from rollstream.shared.topics import TopicError
+
+from .books import summary
+from .connect import find_brokers, open_bus, run_async, running_up
+from .propose import Refused, propose
+from .run_settings import RunSettings, load_run_settings, to_config
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Start a run of the pipeline that the command names; its exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"rollstream {command}", allow_abbrev=False,
+        description=f"Start a run of the {command} pipeline. Flags win over variables "
+        "(ROLLSTREAM_...), variables over the [run] table of the file.",
+    )
+    parser.add_argument("--config", help="a TOML file with a [run] table and [[route]] rows")
+    parser.add_argument("--detach", action="store_true", help="start it and return")
+    parser.add_argument("--print-config", action="store_true", help="show the run, and end")
+    add_flags(parser, RunSettings)
+    try:
+        given = parse_flags(parser, argv)
+        table = read_file(given["config"])
+        settings = load_run_settings(command, table, given, os.environ)
+        up = running_up()
+        if settings.partitions is None and up is not None and not settings.brokers:
+            settings = msgspec.structs.replace(settings, partitions=up.partitions)
+        if up is not None and not settings.model:
+            settings = msgspec.structs.replace(settings, model=up.model)
+        config = to_config(command, settings, routes.load(table.get("route", ())))
+        if given["print_config"]:
+            print(printable(settings))
+            return 0
+        return run_async(lambda: _start(settings, config, given["detach"]))
+    except (ConfigError, Refused, TopicError, Lost, KafkaError) as error:
+        print(f"rollstream {command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped watching; the run goes on (rollstream runs stop NAME ends it)")
+        return 0
+
+
+async def _start(settings: RunSettings, config: RunConfig, detach: bool) -> int:
+    bus = await open_bus(find_brokers(settings.brokers), settings.security)
+    final = await propose(bus, config, settings.startup_wait_s)
+    print(f"run {final.run} started; results in {final.sink.out}")
+    if final.pipeline == "rl":
+        print(f"trainer API: http://{final.sink.host}:{final.sink.port}")
+    if detach:
+        return 0
+    console = Console()
+    await follow(bus, [final], console)
+    console.print(await summary(bus, final))
+    return 0

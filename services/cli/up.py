@@ -1,0 +1,191 @@
+"""rollstream up: a broker, an inference server if wanted, and all services, on this machine.
+
+    rollstream up                          embedded broker: data lives as long as `up` does
+    rollstream up --broker kafka           a durable Apache Kafka from KAFKA_HOME
+    rollstream up --brokers host:9092      your own Kafka
+
+Everything ends with it: Ctrl-C leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rollstream.shared import brokers as broker_launcher
+from rollstream.shared.brokers.broker import BrokerError
+from rollstream.shared.brokers.connection import check
+from rollstream.shared.config import ConfigError, read_file
+from rollstream.shared.settings import BROKERS_VARIABLE
+
+from .connect import UP_FILE, UpFile, running_up
+from .processes import CannotStart, Child, Children, service_child
+from .run_settings import DEFAULT_PARTITIONS
+
+SERVICES = ("sink", "scorer", "teacher-distiller", "generator", "prompt-producer")
+"""Started in this order: readers before writers, so that nothing waits."""
+
+EMBEDDED_PARTITIONS = 4
+ENGINE_START_S = 600.0
+"""The first start converts the model."""
+
+
+@dataclass
+class Stack:
+    """What is up: where the broker and the engine are."""
+
+    brokers: str
+    partitions: int
+    kind: str
+    endpoint: str = ""
+    model: str = ""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `up` and `demo` share."""
+    parser.add_argument("--config", help="a TOML file with [endpoints.NAME] and service sections")
+    parser.add_argument("--folder", default="runs", help="logs and data [runs]")
+    parser.add_argument("--broker", choices=["embedded", "kafka"], default=None,
+                        help="start one here [embedded, unless brokers are given]")
+    parser.add_argument("--brokers", default=None, help=f"use these [{BROKERS_VARIABLE}]")
+    parser.add_argument("--engine", action="store_true", help="serve a model with the CPU engine")
+    parser.add_argument("--model", default=os.environ.get("MODEL", "smollm2"),
+                        help="the engine's model: smollm2 or a path [MODEL]")
+    parser.add_argument("--engine-flags", default="", help="more flags for the engine")
+    parser.add_argument("--service-flags", default="", help="more flags for every service")
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Bring everything up and stay until told to end."""
+    parser = argparse.ArgumentParser(
+        prog="rollstream up", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flags(parser)
+    given = parser.parse_args(argv)
+
+    async def stay(stack: Stack, children: Children) -> int:
+        print("ready; in another terminal here: rollstream rl|sft|eval --env ID ..., "
+              "rollstream runs list. Ctrl-C ends everything.", flush=True)
+        while True:
+            children.check()
+            await asyncio.sleep(0.5)
+
+    return run_stack("up", given, stay)
+
+
+def run_stack(
+    name: str, given: argparse.Namespace, work: Callable[[Stack, Children], Awaitable[int]]
+) -> int:
+    """Bring the stack up, do the work, end the stack whatever happens; the exit code."""
+    try:
+        return asyncio.run(_run(given, work))
+    except (ConfigError, BrokerError, CannotStart) as error:
+        print(f"rollstream {name}: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(f"rollstream {name}: ended, nothing is left running", file=sys.stderr)
+        return 130
+
+
+async def _run(
+    given: argparse.Namespace, work: Callable[[Stack, Children], Awaitable[int]]
+) -> int:
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, lambda: task.cancel() if task else None)
+    read_file(given.config)
+    if (other := running_up()) is not None:
+        raise ConfigError(
+            "folder", str(UP_FILE.parent), f"`rollstream up` (pid {other.pid}) runs here already"
+        )
+    folder = Path(given.folder)
+    children = Children()
+    broker = None
+    try:
+        stack, broker = await _broker(given, folder)
+        await _engine(given, stack, folder, children)
+        await _services(given, stack, folder, children)
+        UP_FILE.parent.mkdir(parents=True, exist_ok=True)
+        UP_FILE.write_bytes(msgspec.json.encode(UpFile(
+            stack.brokers, stack.partitions, os.getpid(), stack.model, stack.endpoint,
+        )))
+        return await work(stack, children)
+    finally:
+        # A second Ctrl-C must not interrupt the clean-up.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, lambda: None)
+        await children.stop()
+        if broker is not None:
+            await asyncio.to_thread(broker.stop)
+        with suppress(OSError):
+            if json.loads(UP_FILE.read_text())["pid"] == os.getpid():
+                UP_FILE.unlink()
+
+
+async def _broker(
+    given: argparse.Namespace, folder: Path
+) -> tuple[Stack, broker_launcher.Broker | None]:
+    outside = given.brokers or (None if given.broker else os.environ.get(BROKERS_VARIABLE))
+    if outside:
+        if (reason := await check(outside)) is not None:
+            raise ConfigError("--brokers", outside, reason)
+        print(f"broker: {outside}")
+        return Stack(outside, DEFAULT_PARTITIONS, "outside"), None
+    kind = given.broker or "embedded"
+    if kind == "embedded":
+        print("broker: embedded, in memory: topics live as long as this command does "
+              "(durable: --broker kafka)", flush=True)
+    broker = await asyncio.to_thread(broker_launcher.start, kind, folder)
+    partitions = EMBEDDED_PARTITIONS if kind == "embedded" else DEFAULT_PARTITIONS
+    print(f"broker: {kind} at {broker.bootstrap}", flush=True)
+    return Stack(broker.bootstrap, partitions, kind), broker
+
+
+async def _engine(
+    given: argparse.Namespace, stack: Stack, folder: Path, children: Children
+) -> None:
+    if not given.engine:
+        return
+    command = [
+        sys.executable, "-m", "rollstream.services.engine", "--port", "0", "--model", given.model,
+        "--parent-pid", str(os.getpid()), *given.engine_flags.split(),
+    ]
+    child = Child("engine", command, folder / "logs" / "engine.log")
+    child.log.parent.mkdir(parents=True, exist_ok=True)
+    child.log.write_bytes(b"")
+    print("engine: loading the model ...", flush=True)
+    await children.start(child)
+    line = await children.wait_for_line(child, "engine ready on", ENGINE_START_S)
+    words = line.split("engine ready on ", 1)[1].split()
+    stack.endpoint = words[0]
+    stack.model = next(w for w in words if w.startswith("model=")).removeprefix("model=")
+    print(f"engine: {stack.model} at {stack.endpoint}", flush=True)
+
+
+async def _services(
+    given: argparse.Namespace, stack: Stack, folder: Path, children: Children
+) -> None:
+    environment = {BROKERS_VARIABLE: stack.brokers}
+    flags = given.service_flags.split()
+    if given.config:
+        flags += ["--config", given.config]
+    if stack.endpoint:
+        endpoint = {"default": {"name": "default", "url": stack.endpoint}}
+        flags += ["--endpoints", json.dumps(endpoint)]
+    if stack.kind == "embedded":
+        flags += ["--broker-lost-s", "8"]
+    for name in SERVICES:
+        await children.start(service_child(name, folder, environment, *flags))
+    print(f"services: {', '.join(reversed(SERVICES))} (logs in {folder / 'logs'})", flush=True)

@@ -1,0 +1,1 @@
+"""Rows of environments and datasets -> Prompt: the source of a run."""

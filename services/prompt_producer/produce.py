@@ -1,0 +1,196 @@
+"""The active producer of one run: finds its place in the log, then admits group after group.
+
+`issued` is acknowledged before the group's prompts, and one group is open per partition, so that
+after any crash exactly the last group of a partition can be incomplete (`delivery.md` 10, 11).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import structlog
+
+from rollstream.shared.bus import Lost, Writer
+from rollstream.shared.codec import Undecodable, decode, header_int
+from rollstream.shared.ledger import Ledger
+from rollstream.shared.ledger_reader import LedgerReader
+from rollstream.shared.output_tail import last_records
+from rollstream.shared.records import Issued, PolicyVersion, Prompt
+from rollstream.shared.role import Active
+from rollstream.shared.runs import RunState, Status, state_key
+from rollstream.shared.service import RunContext
+from rollstream.shared.topics import runs_topic
+
+from .admission import over, room, standing
+from .plan import Plan, last_group, request_seed
+from .sources import Source
+
+CATCH_UP_S = 600.0
+NEWS_S = 0.25
+
+
+class Production:
+    """One term of office of a run's producer."""
+
+    def __init__(self, context: RunContext, sources: list[Source], active: Active) -> None:
+        run = context.run
+        self._context = context
+        self._sources = sources
+        self._writer: Writer = active.writer
+        self._active = active
+        self._plan = Plan(
+            [len(source.rows) for source in sources],
+            [source.weight for source in run.environments], run.shuffle_seed,
+        )
+        self._rows_end = last_group(run, self._plan)
+        self._version = 0
+        self._log = structlog.get_logger().bind(run=run.run, stage=context.route.instance)
+
+    async def run(self) -> None:
+        """Admit until the run is over or the process drains. Raises Lost."""
+        context = self._context
+        async with (
+            LedgerReader(context.bus, context.run) as ledger,
+            self._active.control() as control,
+        ):
+            books = await ledger.catch_up(CATCH_UP_S)
+            async for records in control.to_end(CATCH_UP_S):
+                self._hear(records)
+            await self._restore(books)
+            await self._complete(books)
+            context.progress.state = "working"
+            while not context.draining.is_set():
+                now = standing(books.books())
+                context.progress.done = now.issued
+                context.progress.in_flight = now.in_flight
+                stopped = context.status is Status.STOPPED
+                if (reason := over(context.run, now, self._rows_end, stopped=stopped)) is not None:
+                    await self._end(books, reason)
+                    return
+                groups = 0 if stopped else room(context.run, now, self._rows_end)
+                if groups:
+                    await self._admit(books, groups)
+                await ledger.follow(NEWS_S)
+                self._hear(await control.more(0.01))
+
+    async def _admit(self, books: Ledger, groups: int) -> None:
+        """Issue the next groups, at most one per partition at a time."""
+        first = books.next_n
+        numbers = [*books.missing, *range(first, first + groups)][:groups]
+        partitions = self._context.run.partitions
+        for start in range(0, len(numbers), partitions):
+            lot: dict[int, int] = {}
+            for n in numbers[start:start + partitions]:
+                lot.setdefault(n % partitions, n)
+            await asyncio.gather(*(self._issue(books, n) for n in lot.values()))
+        self._context.progress.last_progress_s = time.time()
+
+    async def _issue(self, books: Ledger, n: int) -> None:
+        run = self._context.run
+        place = self._plan.place(n)
+        source = self._sources[place.source]
+        issued = Issued(
+            n=n, k=run.group_size, env=source.ref.id, row_index=place.row_index,
+            epoch=place.epoch,
+        )
+        partition = n % run.partitions
+        await self._writer.send(self._context.topic("ledger"), partition, issued,
+                                key=f"{run.run}/{n}")
+        books.apply(partition, issued)
+        await self._prompts(n, 0)
+
+    async def _prompts(self, n: int, first_i: int) -> None:
+        """The group's prompts from i on, in order, each acknowledged."""
+        run = self._context.run
+        place = self._plan.place(n)
+        source = self._sources[place.source]
+        row = source.rows[place.row_index]
+        overrides = row.info.get("group_overrides")
+        for i in range(first_i, run.group_size):
+            prompt = Prompt(
+                run=run.run, pipeline=run.pipeline, n=n, i=i, k=run.group_size,
+                epoch=place.epoch, row_index=place.row_index, env=source.ref, row=row,
+                seed=request_seed(run.seed, n, i), issued_version=self._version,
+                group_overrides=overrides if isinstance(overrides, dict) else {},
+            )
+            await self._writer.send(
+                self._context.topic(self._context.route.output or ""), n % run.partitions, prompt,
+                key=f"{run.run}/{n}",
+            )
+
+    async def _restore(self, books: Ledger) -> None:
+        """Groups that ended in an earlier log of the run exist again, without any prompt."""
+        run = self._context.run
+        for first, last in run.restored:
+            for n in range(first, last + 1):
+                if books.issued(n):
+                    continue
+                issued = Issued(n=n, k=run.group_size, restored=True)
+                partition = n % run.partitions
+                await self._writer.send(
+                    self._context.topic("ledger"), partition, issued, key=f"{run.run}/{n}"
+                )
+                books.apply(partition, issued)
+
+    async def _complete(self, books: Ledger) -> None:
+        """Write the prompts that a producer before us issued and did not get to (rule 11)."""
+        run = self._context.run
+        topic = self._context.topic(self._context.route.output or "")
+        newest: dict[int, tuple[int, int]] = {}
+        tails = await last_records(
+            self._context.bus, topic, run.partitions, 4 * run.group_size
+        )
+        for partition, records in tails.items():
+            for record in records:
+                headers = list(record.headers)
+                n, i = header_int(headers, "rs-group"), header_int(headers, "rs-sample")
+                if n is not None and i is not None:
+                    newest[partition] = max(newest.get(partition, (-1, -1)), (n, i))
+        leaves = [leaf.leaf for leaf in books.books()]
+        for partition, n in enumerate(books.issued_max):
+            ended = all(books.ended(leaf, n) for leaf in leaves)
+            if n < 0 or ended or _within(n, run.restored):
+                continue
+            last_n, last_i = newest.get(partition, (-1, -1))
+            if last_n > n:
+                raise Lost(f"{topic}-{partition} holds group {last_n}, the ledger ends at {n}")
+            first_i = last_i + 1 if last_n == n else 0
+            if first_i < run.group_size:
+                self._log.info("completing a group", n=n, first_i=first_i)
+                await self._prompts(n, first_i)
+
+    def _hear(self, records: list[Any]) -> None:
+        """Follow the policy version that the trainer announces."""
+        for record in records:
+            try:
+                said = decode(record.value, list(record.headers))
+            except Undecodable:
+                continue
+            if isinstance(said, PolicyVersion):
+                self._version = said.version
+
+    async def _end(self, books: Ledger, reason: str) -> None:
+        for leaf in books.books():
+            self._log.info("run over", reason=reason, **leaf._asdict())
+        await self._say(Status.DONE, reason)
+
+    async def _say(self, status: Status, reason: str) -> None:
+        run = self._context.run
+        state = RunState(status=status, reason=reason, changed_s=time.time())
+        await self._writer.send_bytes(
+            runs_topic(run.prefix), 0, state_key(run.run), msgspec.json.encode(state)
+        )
+
+
+def _within(n: int, ranges: list[tuple[int, int]]) -> bool:
+    return any(first <= n <= last for first, last in ranges)
+
+
+async def produce(context: RunContext, sources: list[Source], active: Active) -> None:
+    """Hold a run's office of producer until it is over."""
+    await Production(context, sources, active).run()
+
+

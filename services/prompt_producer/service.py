@@ -1,0 +1,58 @@
+"""The prompt-producer as a service: single-active per run, others stand by."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rollstream.shared.role import Active, run_active
+from rollstream.shared.routes import Route
+from rollstream.shared.runs import Refusal, RunConfig
+from rollstream.shared.service import RunContext
+from rollstream.shared.settings import ServiceSettings
+
+from .produce import produce
+from .sources import Source, open_source
+
+
+class PromptProducer:
+    """Serves every run whose rows it can load."""
+
+    name = "prompt-producer"
+    consumes = None
+    produces = "Prompt"
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+
+    async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
+        """Rows and fingerprints of the run's sources. Raises Refusal."""
+        sources = await _open(run)
+        return {
+            "rows": [len(source.rows) for source in sources],
+            "dataset_fingerprints": [source.dataset_fingerprint for source in sources],
+            "fingerprints": {s.ref.id: s.ref.fingerprint for s in sources if s.ref.id},
+        }
+
+    async def attend(self, context: RunContext) -> None:
+        run = context.run
+        sources = await _open(run)
+        for declared, found in zip(run.environments, sources, strict=True):
+            if declared.dataset_fingerprint not in ("", found.dataset_fingerprint):
+                raise Refusal(
+                    "dataset fingerprint", found.dataset_fingerprint[:12],
+                    f"the run was made with {declared.dataset_fingerprint[:12]}: a changed dataset "
+                    "is a new run",
+                )
+
+        async def hold_office(active: Active) -> None:
+            await produce(context, sources, active)
+
+        await run_active(context, hold_office)
+
+    async def close(self) -> None:
+        """Nothing outlives a run here."""
+
+
+async def _open(run: RunConfig) -> list[Source]:
+    return [await asyncio.to_thread(open_source, source) for source in run.environments]

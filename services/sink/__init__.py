@@ -1,0 +1,1 @@
+"""The end of each routing: files, reports, and the trainer's API."""

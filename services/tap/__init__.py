@@ -1,0 +1,1 @@
+"""Read-only eyes: everything here reads without a consumer group and never disturbs a run."""
