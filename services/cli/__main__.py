@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rollstream: command = {name}: no such command; {hint}", file=sys.stderr)
         return 2
     import importlib
+    import logging
 
+    # What goes wrong with the broker is said once, by the command itself.
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     command: Callable[[str, list[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     try:
         return command(name, rest)

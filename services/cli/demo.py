@@ -76,7 +76,12 @@ async def _runs(
     wanted = _configs(given, stack, folder, number)
     if resumed:
         console.print(f"going on with {folder}")
-    configs = await asyncio.gather(*(propose(bus, c, STARTUP_WAIT_S) for c in wanted))
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(propose(bus, c, STARTUP_WAIT_S)) for c in wanted]
+    except* (Refused, Lost, KafkaError, ConfigError) as errors:
+        raise Refused(str(errors.exceptions[0])) from errors
+    configs = [task.result() for task in asked]
     children.check()
     rl = configs[0]
     trainer = await _trainer(given, rl, folder)

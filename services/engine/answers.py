@@ -71,8 +71,9 @@ def generate_logprobs(choices: list[TokenChoice], k: int) -> dict[str, Any]:
     """`logprobs` of a token-in/token-out choice: ids instead of texts."""
 
     def entry(choice: TokenChoice) -> dict[str, Any]:
-        ranks = {token: rank for rank, (token, _) in enumerate(choice.top, 1)}
-        ranks[choice.token] = choice.rank
+        # Among equals the place in the list counts, as in vLLM: the k best have ranks 1 to k.
+        ranks = {choice.token: choice.rank}
+        ranks |= {token: place for place, (token, _) in enumerate(choice.top[:k], 1)}
         best = [
             {"token_id": i, "logprob": p, "rank": ranks[i]} for i, p in ranked(choice, k)
         ]
@@ -95,10 +96,8 @@ def prompt_logprobs(
             str(token): {"logprob": own[t], "rank": rank[t], "decoded_token": text(token)}
         }
         for place, (other, logprob) in enumerate(zip(top_ids[t], top_logprobs[t], strict=True), 1):
-            if other != token:
-                row[str(other)] = {
-                    "logprob": logprob, "rank": place, "decoded_token": text(other),
-                }
+            # Where the token is one of the best its place there counts: ranks run from 1 to k.
+            row[str(other)] = {"logprob": logprob, "rank": place, "decoded_token": text(other)}
         rows.append(row)
     return rows
 

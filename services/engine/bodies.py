@@ -75,7 +75,8 @@ class ChatBody(RequestFields, kw_only=True):
 class CompletionBody(RequestFields, kw_only=True):
     """/v1/completions"""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | list[str | NonNegative | TokenIds]
+    """A text, its token ids, or a list of either."""
     max_tokens: NonNegative | None = 16
     echo: bool | None = False
     logprobs: NonNegative | None = None

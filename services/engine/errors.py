@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import msgspec
 from aiohttp import web
 
@@ -42,11 +44,16 @@ async def error_middleware(request: web.Request, handler) -> web.StreamResponse:
         return await handler(request)
     except ApiError as error:
         refusal = error
+    except ConnectionResetError:
+        raise  # the client has gone
     except web.HTTPException as error:
         if error.status < 400:
             raise
         kind = "NotFoundError" if error.status == 404 else "BadRequestError"
         refusal = ApiError(error.reason, status=error.status, kind=kind)
+    except Exception as error:
+        traceback.print_exc()
+        refusal = ApiError(f"{error!r}; the log says more", status=500, kind="InternalServerError")
     return web.Response(
         body=error_body(refusal), status=refusal.status, content_type="application/json"
     )

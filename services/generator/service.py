@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
+
 from rollstream.shared.config import ConfigError
 from rollstream.shared.environments import v0
 from rollstream.shared.inference.client import InferenceClient
@@ -28,10 +30,12 @@ class Generator:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
+        self._loaded: dict[str, v0.Environment] = {}
+        self._loading = asyncio.Lock()
 
     async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
         """Ask the server once what it can do. Raises Refusal."""
-        fingerprints = {ref.id: ref.fingerprint for ref in await self._environments(run)}
+        fingerprints = {e.ref.id: e.ref.fingerprint for e in await self._environments(run)}
         async with self._client(run) as client:
             try:
                 await client.wait_until_up(self._settings.startup_wait_s)
@@ -51,7 +55,7 @@ class Generator:
 
     async def attend(self, context: RunContext) -> None:
         run = context.run
-        loaded = await asyncio.to_thread(_load, run)
+        loaded = await self._environments(run)
         async with self._client(run) as client:
             step = Step(
                 each=Generate(run, client, {e.ref.fingerprint: e for e in loaded}),
@@ -74,12 +78,20 @@ class Generator:
         except (ConfigError, ValueError) as error:
             raise Refusal("endpoint", run.endpoint, str(error)) from error
 
-    async def _environments(self, run: RunConfig) -> list[Any]:
-        try:
-            return [environment.ref for environment in await asyncio.to_thread(_load, run)]
-        except v0.EnvironmentUnusable as error:
-            raise Refusal("env", run.environments[0].id, str(error)) from error
-
-
-def _load(run: RunConfig) -> list[v0.Environment]:
-    return [v0.load(source.id, source.args) for source in run.environments if source.id]
+    async def _environments(self, run: RunConfig) -> list[v0.Environment]:
+        """The run's environments, each loaded once in this process. Raises Refusal."""
+        found = []
+        for source in run.environments:
+            if not source.id:
+                continue
+            key = msgspec.json.encode([source.id, source.args], order="sorted").decode()
+            async with self._loading:
+                try:
+                    if key not in self._loaded:
+                        self._loaded[key] = await asyncio.to_thread(
+                            v0.load, source.id, source.args
+                        )
+                except v0.EnvironmentUnusable as error:
+                    raise Refusal("env", source.id, str(error)) from error
+            found.append(self._loaded[key])
+        return found

@@ -13,17 +13,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
-import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, OffsetAndMetadata, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from rollstream.services.sink.decide import Decider, Decision
+from rollstream.services.sink.ends import write_ends
+from rollstream.services.sink.intake import Intake
 from rollstream.services.sink.parts import Folder, Line, PartFile, read_lines
 from rollstream.shared.bus import ConsumerRebalanceListener, Lost, Writer, start, stop
-from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import Ended, Group, Outcome
+from rollstream.shared.records import Ended, Outcome
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
 from rollstream.shared.seen import Seen
@@ -34,12 +34,9 @@ FLUSH_S = 1.0
 POLL_S = 0.2
 COMMIT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 600.0
-MAX_UNDECODABLE_IN_A_ROW = 3
-SENDS_AT_ONCE = 500
 
 T = TypeVar("T")
 Finish = Callable[[list[PartFile]], None]
-log = structlog.get_logger("rollstream.sink")
 
 
 class _Kept:
@@ -102,7 +99,7 @@ class FileLeaf:
         self._kept = {p: _Kept(self._partitions) for p in range(self._partitions)}
         self._restored: dict[int, Line] = {}
         self._open: dict[int, _Open] = {}
-        self._undecodable_in_a_row = 0
+        self._intake = Intake(self._topic, context.progress)
 
     # -- owning partitions ---------------------------------------------------------------------
 
@@ -247,24 +244,8 @@ class FileLeaf:
         state = self._open.get(record.partition)
         if state is None or record.offset < state.position:
             return
-        state.take(record, self._decide(state.decider, record), time.monotonic())
+        state.take(record, self._intake.decide(state.decider, record), time.monotonic())
         self._context.progress.open_groups = sum(len(o.buffer) for o in self._open.values())
-
-    def _decide(self, decider: Decider, record: ConsumerRecord) -> Decision | None:
-        headers = list(record.headers)
-        try:
-            group = decode(record.value, headers)
-        except Undecodable as error:
-            self._undecodable_in_a_row += 1
-            self._context.progress.failed += 1
-            log.error("undecodable group record", topic=self._topic, error=str(error),
-                      partition=record.partition, offset=record.offset)
-            if self._undecodable_in_a_row > MAX_UNDECODABLE_IN_A_ROW:
-                raise Lost(f"{self._topic}[{record.partition}]: {self._undecodable_in_a_row} "
-                           f"records in a row can't be read ({error})") from error
-            return decider.decide_undecodable(headers)
-        self._undecodable_in_a_row = 0
-        return decider.decide(group) if isinstance(group, Group) else None
 
     # -- part, ledger, commit ------------------------------------------------------------------
 
@@ -302,12 +283,7 @@ class FileLeaf:
             await self._commit(consumer, partition, end)
 
     async def _to_ledger(self, writer: Writer, ends: list[Ended]) -> None:
-        topic = self._context.topic("ledger")
-        for first in range(0, len(ends), SENDS_AT_ONCE):
-            await asyncio.gather(*(
-                writer.send(topic, end.n % self._partitions, end, key=str(end.n))
-                for end in ends[first : first + SENDS_AT_ONCE]
-            ))
+        await write_ends(self._context, writer, ends)
 
     async def _commit(self, consumer: AIOKafkaConsumer, partition: int, offset: int) -> None:
         """For people who look at the lag: the parts are the truth, so that a failure is no harm."""

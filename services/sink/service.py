@@ -18,9 +18,10 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from rollstream.services.sink import batch_file
 from rollstream.services.sink.dataset import FORMATS, write_dataset
 from rollstream.services.sink.files import FileLeaf
-from rollstream.services.sink.parts import Folder
+from rollstream.services.sink.parts import Folder, PartError
 from rollstream.services.sink.report import write_report
 from rollstream.services.sink.trainer import TrainerLeaf
 from rollstream.services.sink.trainer_api import SHUTDOWN_S, TrainerApi
@@ -29,6 +30,7 @@ from rollstream.shared.role import Active, run_active
 from rollstream.shared.routes import Route
 from rollstream.shared.runs import Refusal, RunConfig, SinkSettings, Status
 from rollstream.shared.service import RunContext
+from rollstream.shared.topics import data_topic
 
 FAREWELL_S = 5.0
 LeafKind = Literal["trainer", "dataset", "report"]
@@ -57,7 +59,11 @@ class Sink:
         self._settings = settings
 
     async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
-        """Whether the run's results have a place to go. Raises Refusal."""
+        """Whether the run's results have a place to go, and which groups are there already.
+
+        `restored`: ranges [first, last] of groups that ended here in earlier logs of the run.
+        Raises Refusal.
+        """
         kind = kind_of(route.leaf)
         if kind == "trainer":
             _check_batches(run)
@@ -68,7 +74,8 @@ class Sink:
             await asyncio.to_thread(_check_folder, Path(run.sink.out))
         if kind == "dataset":
             _check_formats(run.sink)
-        return {"leaf": route.leaf, "kind": kind}
+        restored = await asyncio.to_thread(_restored, run, route, kind)
+        return {"leaf": route.leaf, "kind": kind, "restored": ranges(restored)}
 
     async def attend(self, context: RunContext) -> None:
         """End the run's groups at this leaf until it is done. Raises Lost and PartError."""
@@ -84,27 +91,51 @@ class Sink:
         """Nothing outlives a run."""
 
 
+def _restored(run: RunConfig, route: Route, kind: LeafKind) -> list[int]:
+    """The groups that ended here in earlier logs."""
+    out = Path(run.sink.out)
+    try:
+        if kind != "trainer":
+            return sorted(_folder(run, route).restored())
+        if not run.sink.out:
+            return []
+        lines = batch_file.read(out / "batches.jsonl")
+        return sorted({end.n for end in batch_file.delivered_before(lines, run.log_id)})
+    except PartError as error:
+        raise Refusal("sink.out", str(out), f"repair or choose another folder: {error}") from error
+
+
+def ranges(numbers: list[int]) -> list[tuple[int, int]]:
+    """Sorted numbers as the ranges [first, last] that they fill."""
+    found: list[tuple[int, int]] = []
+    for n in numbers:
+        if found and found[-1][1] == n - 1:
+            found[-1] = (found[-1][0], n)
+        else:
+            found.append((n, n))
+    return found
+
+
 def _dataset(context: RunContext) -> FileLeaf:
     run, out = context.run, Path(context.run.sink.out)
     return FileLeaf(
-        context, _folder(context), lambda parts: write_dataset(parts, out, run),
+        context, _folder(run, context.route), lambda parts: write_dataset(parts, out, run),
         min_score=run.sink.min_score,
     )
 
 
 def _report(context: RunContext) -> FileLeaf:
     run, out = context.run, Path(context.run.sink.out)
-    folder = _folder(context, keep_dropped=True)
+    folder = _folder(run, context.route, keep_dropped=True)
     return FileLeaf(context, folder, lambda parts: write_report(parts, out, run))
 
 
-def _folder(context: RunContext, *, keep_dropped: bool = False) -> Folder:
-    route = context.route
+def _folder(run: RunConfig, route: Route, *, keep_dropped: bool = False) -> Folder:
     assert route.leaf is not None
     assert route.input is not None
+    topic = data_topic(run.prefix, run.run, run.pipeline, route.input)
     return Folder(
-        Path(context.run.sink.out), route.leaf, topic=context.topic(route.input),
-        log_id=context.run.log_id, keep_dropped=keep_dropped,
+        Path(run.sink.out), route.leaf, topic=topic, log_id=run.log_id, keep_dropped=keep_dropped
     )
 
 

@@ -20,6 +20,8 @@ from rollstream.services.sink import batch_file
 from rollstream.services.sink.batch_file import BatchLine
 from rollstream.services.sink.batches import BatchBook, Pool
 from rollstream.services.sink.decide import Decider, Decision
+from rollstream.services.sink.ends import write_ends
+from rollstream.services.sink.intake import Intake
 from rollstream.services.sink.trajectories import is_trainable
 from rollstream.shared.bus import Lost
 from rollstream.shared.codec import Undecodable, decode, header_int
@@ -40,8 +42,6 @@ from rollstream.shared.service import RunContext
 POLL_S = 0.2
 READ_TIMEOUT_S = 600.0
 CONTROL_TIMEOUT_S = 30.0
-SENDS_AT_ONCE = 500
-MAX_UNDECODABLE_IN_A_ROW = 3
 
 T = TypeVar("T")
 log = structlog.get_logger("rollstream.sink")
@@ -80,13 +80,16 @@ class TrainerLeaf:
         self.lock = asyncio.Lock()
         """One request about batches at a time."""
         self._failure: Lost | None = None
+        self._in_office = False
+        """The control topic was read to its end: whatever is offered from now on is ours."""
+        self._offering: int | None = None
         self.latest: Group | None = None
         self._earlier_batches = 0
         self._deciders: list[Decider] = []
         self._ends: list[Ended] = []
         self._control_position = 0
         self._control_moved = asyncio.Event()
-        self._undecodable_in_a_row = 0
+        self._intake = Intake(self._topic, context.progress)
         self._file = Path(run.sink.out) / "batches.jsonl" if run.sink.out else None
 
     # -- taking over ---------------------------------------------------------------------------
@@ -101,6 +104,7 @@ class TrainerLeaf:
         ) as data:
             async for records in control.to_end(READ_TIMEOUT_S):
                 self._apply_control(records, control)
+            self._in_office = True
             follower = asyncio.create_task(self._follow(control))
             worker = asyncio.create_task(self._take_over_and_read(data, serve))
             try:
@@ -194,7 +198,7 @@ class TrainerLeaf:
             n = header_int(list(record.headers), "rs-group")
             if n is not None and decider.known(n, parked=False):
                 continue  # ended, or waiting here: not worth decoding
-            decision = self._decide(decider, record)
+            decision = self._intake.decide(decider, record)
             if decision is None:
                 continue
             if decision.outcome is Outcome.DELIVERED and decision.group is not None:
@@ -207,28 +211,19 @@ class TrainerLeaf:
         self._context.progress.open_groups = len(self.pool)
         await self._write_ends()
 
-    def _decide(self, decider: Decider, record: ConsumerRecord) -> Decision | None:
-        headers = list(record.headers)
-        try:
-            group = decode(record.value, headers)
-        except Undecodable as error:
-            self._undecodable_in_a_row += 1
-            self._context.progress.failed += 1
-            log.error("undecodable group record", topic=self._topic, error=str(error),
-                      partition=record.partition, offset=record.offset)
-            if self._undecodable_in_a_row > MAX_UNDECODABLE_IN_A_ROW:
-                raise Lost(f"{self._topic}[{record.partition}]: {self._undecodable_in_a_row} "
-                           f"records in a row can't be read ({error})") from error
-            return decider.decide_undecodable(headers)
-        self._undecodable_in_a_row = 0
-        return decider.decide(group) if isinstance(group, Group) else None
-
     def _apply_control(self, records: list[ConsumerRecord], control: LogReader) -> None:
-        for record in records:
+        for raw in records:
             try:
-                self.book.apply(record.offset, decode(record.value, list(record.headers)))
+                record = decode(raw.value, list(raw.headers))
             except Undecodable as error:
-                log.error("undecodable control record", error=str(error), offset=record.offset)
+                log.error("undecodable control record", error=str(error), offset=raw.offset)
+                continue
+            self.book.apply(raw.offset, record)
+            if isinstance(record, Offered) and self._in_office and (
+                record.batch_id != self._offering
+            ):
+                self.fail(Lost(f"batch {record.batch_id} was offered by another sink: the role is "
+                               "not ours any more"))
         self._control_position = control.position[0]
         self._control_moved.set()
 
@@ -271,9 +266,13 @@ class TrainerLeaf:
         await self._to_file(BatchLine(
             log_id=self.run.log_id, batch_id=id, kind="offered", ends=ends
         ))
+        self._offering = id
         offset = await self._to_control(
             Offered(batch_id=id, groups=[group.n for group in groups], version=version)
         )
+        self._offering = None
+        if self._failure is not None:
+            raise self._failure
         if self.book.batches[id].offset != offset:
             raise Lost(f"batch {id} was offered by another sink: the role is not ours any more")
         self.open_batch = Batch(id, version, groups)
@@ -339,12 +338,7 @@ class TrainerLeaf:
         progress.open_groups = len(self.pool)
 
     async def _to_ledger(self, ends: Iterable[Ended]) -> None:
-        topic, pending = self._context.topic("ledger"), list(ends)
-        for first in range(0, len(pending), SENDS_AT_ONCE):
-            await asyncio.gather(*(
-                self._active.writer.send(topic, e.n % self.run.partitions, e, key=str(e.n))
-                for e in pending[first : first + SENDS_AT_ONCE]
-            ))
+        await write_ends(self._context, self._active.writer, ends)
 
     async def _announce(self, version: int) -> None:
         await self._to_control(

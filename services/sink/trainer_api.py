@@ -24,6 +24,7 @@ from rollstream.services.sink.trajectories import scored_data_group
 from rollstream.shared.bus import Lost
 from rollstream.shared.records import Group
 
+JSON_TYPE = "application/json"
 COMPRESS_ABOVE_BYTES = 1000
 WRITE_TIMEOUT_S = 120.0
 SHUTDOWN_S = 2.0
@@ -181,8 +182,7 @@ class TrainerApi:
             await leaf.acknowledge()
         elif id >= 0 and id not in leaf.book.acked:
             raise web.HTTPConflict(
-                body=msgspec.json.encode({"error": f"batch {id} was not handed out"}),
-                content_type="application/json",
+                text=_text({"error": f"batch {id} was not handed out"}), content_type=JSON_TYPE
             )
 
     def _payload(self, batch: Batch) -> bytes:
@@ -312,20 +312,22 @@ async def _body(request: web.Request, kind: type[Any]) -> Any:
 def _invalid(problems: list[tuple[str, str]]) -> web.HTTPUnprocessableEntity:
     detail = [{"loc": ["body", *([field] if field else [])], "msg": message, "type": "value_error"}
               for field, message in problems]
-    return web.HTTPUnprocessableEntity(
-        body=msgspec.json.encode({"detail": detail}), content_type="application/json"
-    )
+    return web.HTTPUnprocessableEntity(text=_text({"detail": detail}), content_type=JSON_TYPE)
+
+
+def _text(content: Any) -> str:
+    return msgspec.json.encode(content).decode()
 
 
 def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(
-        body=msgspec.json.encode(content), status=status, content_type="application/json"
+        body=msgspec.json.encode(content), status=status, content_type=JSON_TYPE
     )
 
 
 async def _written(request: web.Request, body: bytes) -> web.StreamResponse:
     """The body, sent whole. Raises where the connection is gone, so that the batch is not."""
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": JSON_TYPE}
     accepted = request.headers.get("Accept-Encoding", "")
     if "gzip" in accepted and len(body) >= COMPRESS_ABOVE_BYTES:
         body = await asyncio.to_thread(gzip.compress, body, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.shared.arrays import unpack
-from rollstream.shared.records import Distill, Distilled, Group, Message, Sample, Scored, Sequence
+from rollstream.shared.records import Distill, Group, Message, Sample, Sequence
 
 MASKED_TOKEN = -100
 MASKED_LOGPROB = 1.0
@@ -51,7 +51,7 @@ def scored_data_group(
     }
 
 
-def is_trainable(group: Scored | Distilled) -> bool:
+def is_trainable(group: Group) -> bool:
     """Whether a trainer can learn from it: a rewarded sample with tokens and logprobs."""
     return any(
         sample.reward is not None and any(q.logprobs is not None for q in sample.sequences)

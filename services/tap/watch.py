@@ -50,6 +50,9 @@ class Follower:
                 consumer.seek(tp, 0)
             async with LogReader(self._bus, runs_topic(config.prefix), [0]) as runs:
                 registry = Registry()
+                async for records in runs.to_end(timeout_s=60):
+                    for record in records:
+                        registry.apply(record.key, record.value)
                 quiet = 0
                 while quiet < 3:
                     got = await consumer.getmany(timeout_ms=int(REFRESH_S * 1000))

@@ -123,7 +123,7 @@ class RolloutClient(Client[ChatCall, list[Message], Completion, dict[str, Any]])
         best: Completion | None = None
         length = 0
         for history, (_, completion) in zip(self._histories, self.answers, strict=True):
-            if len(history) >= length and True:
+            if len(history) >= length and messages[: len(history)] == history:
                 best, length = completion, len(history)
         return best
 

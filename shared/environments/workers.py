@@ -93,14 +93,14 @@ class ScoringPool:
             raise _unexpected(reply)
         return reply.scores
 
-    async def check(self, ref: EnvRef) -> None:
-        """Have one worker load the environment: is it usable here, and the same one?
+    async def check(self, ref: EnvRef) -> str:
+        """Have one worker load the environment; its fingerprint here.
 
         Raises EnvironmentUnusable, FingerprintMismatch, ScoringTimeout, WorkerDied.
         """
         worker = await self._idle.get()
         try:
-            await self._load(worker, ref)
+            return await self._load(worker, ref)
         finally:
             self._idle.put_nowait(worker)
 
@@ -109,12 +109,13 @@ class ScoringPool:
         self._closed = True
         await asyncio.gather(*(worker.end() for worker in self._workers))
 
-    async def _load(self, worker: _Worker, ref: EnvRef) -> None:
+    async def _load(self, worker: _Worker, ref: EnvRef) -> str:
         reply = await self._ask(worker, Load(ref), f"loading {ref.id}", self.load_timeout_s)
         if not isinstance(reply, Loaded):
             raise _unexpected(reply)
         if ref.fingerprint not in ("", reply.fingerprint):
             raise FingerprintMismatch(ref, reply.fingerprint)
+        return reply.fingerprint
 
     async def _ask(self, worker: _Worker, request: Request, what: str, limit_s: float) -> Reply:
         """One request to one worker. A worker that didn't answer is not asked again."""

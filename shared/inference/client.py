@@ -234,9 +234,10 @@ class InferenceClient:
         )
         body = bodies.derender_body(turn.model, generated, len(done.prompt_ids), chat)
         reply = await self._post(bodies.DERENDER, body, turn)
-        done.message, finish_reason = dialects.parse_derendered(reply.body)
-        done.finish_reason = finish_reason or done.finish_reason
+        done.message = dialects.parse_derendered(reply.body)
         done.text = done.message.get("content") or ""
+        if done.finish_reason == "stop" and done.message.get("tool_calls"):
+            done.finish_reason = "tool_calls"  # as the chat route has it
 
     async def _detokenize(self, turn: _Turn, done: Completion, *, end_of_turn: int) -> None:
         ids = done.token_ids or []
@@ -268,7 +269,7 @@ class InferenceClient:
                     self._found[model] = await probe(ask, model)
         except TimeoutError:
             words = "the deadline passed while asking what the server can do"
-            raise DeadlinePassed(words, retryable=True) from None
+            raise DeadlinePassed(words) from None
         return self._found[model]
 
     def _lessons_of(self, model: str) -> Lessons:

@@ -126,12 +126,12 @@ def parse_generate(body: bytes, prompt_ids: list[int]) -> Completion:
     return _with_tokens(_completion(answer, choice, message), answer, choice, prompt_ids)
 
 
-def parse_derendered(body: bytes) -> tuple[Message, str]:
-    """Message and finish reason of a derendered answer."""
+def parse_derendered(body: bytes) -> Message:
+    """The message of a derendered answer, tool calls and reasoning parsed."""
     _, choice = _first_choice(body)
     if choice.message is None:
         raise _wrong("the derendered choice has no message")
-    return _clean(choice.message), choice.finish_reason or ""
+    return _clean(choice.message)
 
 
 def parse_prompt_logprobs(body: bytes, ids: list[int], k: int) -> PromptLogprobs:

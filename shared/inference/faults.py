@@ -30,7 +30,7 @@ _DROPPABLE = ("temperature", "seed")
 
 
 class DeadlinePassed(InferenceError):
-    """The caller's deadline passed before an answer came."""
+    """The caller's deadline passed, or would before an answer can come: no time to ask again."""
 
 
 class Busy(InferenceError):

@@ -44,6 +44,8 @@ class Transport:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._request_timeout_s = request_timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._last_fault: InferenceError | None = None
+        """Of any request: the reason why servers are paused for all."""
 
     async def open(self) -> None:
         """Open the session; no connection is made yet."""
@@ -83,15 +85,15 @@ class Transport:
         failure: InferenceError | None = None
         while len(tried) < max_attempts:
             if failure and not self._pool.has_untried(tried, time.monotonic()):
-                await _pause(_backoff_s(len(tried), failure), until, failure)
+                await self._pause(_backoff_s(len(tried), failure), until, failure)
             url = await self._pick(sticky, tried, until, failure)
             tried.append(url)
             try:
                 return Reply(await self._once(url, path, data, until), url, len(tried))
             except InferenceError as error:
-                if not error.retryable or isinstance(error, DeadlinePassed):
+                if not error.retryable:
                     raise
-                failure = error
+                failure = self._last_fault = error
                 log.debug("inference_retry", path=path, attempt=len(tried), error=str(error))
         assert failure is not None
         raise failure
@@ -110,9 +112,9 @@ class Transport:
                     await self._exchange("GET", f"{url}/v1/models", None, soon)
                     return
                 except InferenceError as error:
+                    if error.status in (401, 403):
+                        raise
                     if error.status is not None and not error.retryable:
-                        if error.status in (401, 403):
-                            raise
                         return
                     last = last if isinstance(error, DeadlinePassed) and last else error
             if time.monotonic() + BACKOFF_S >= until:
@@ -126,8 +128,21 @@ class Transport:
         self, sticky: str, tried: list[str], until: float, failure: InferenceError | None
     ) -> str:
         while (url := self._pool.pick(sticky, time.monotonic(), tried)) is None:
-            await _pause(self._pool.next_chance() - time.monotonic(), until, failure)
+            await self._pause(self._pool.next_chance() - time.monotonic(), until, failure)
         return url
+
+    async def _pause(self, seconds: float, until: float, failure: InferenceError | None) -> None:
+        """Sleep, unless the deadline comes first: then its error, with what went wrong before."""
+        if seconds < until - time.monotonic():
+            await asyncio.sleep(max(0.0, seconds))
+            return
+        if failure is None or isinstance(failure, ServerUnavailable):
+            reason = failure or self._last_fault
+            raise ServerUnavailable(
+                f"no endpoint could be reached before the deadline; last error: {reason}",
+                retryable=True,
+            ) from reason
+        raise DeadlinePassed(f"the deadline comes first; last error: {failure}") from failure
 
     async def _once(self, url: str, path: str, data: bytes | None, until: float) -> bytes:
         outcome: Outcome = "unknown"
@@ -159,7 +174,7 @@ class Transport:
             raise ServerUnavailable(f"{url}: {error}", retryable=True) from error
         except TimeoutError:
             if time.monotonic() >= until:
-                raise DeadlinePassed(f"{url}: the deadline passed", retryable=True) from None
+                raise DeadlinePassed(f"{url}: the deadline passed") from None
             limit = f"no answer within {self._request_timeout_s:g} s"
             raise InferenceError(f"{url}: {limit}", retryable=True) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -183,17 +198,3 @@ def _backoff_s(failures: int, failure: InferenceError) -> float:
     """What the server asked for, and full jitter: who failed together must not return together."""
     asked_s = failure.retry_after_s if isinstance(failure, Busy) else 0.0
     return asked_s + random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_S * 2**failures))
-
-
-async def _pause(seconds: float, until: float, failure: InferenceError | None) -> None:
-    """Sleep, unless the deadline comes first: then its error, with what went wrong before."""
-    left_s = until - time.monotonic()
-    if seconds < left_s:
-        await asyncio.sleep(max(0.0, seconds))
-        return
-    if failure is None or isinstance(failure, ServerUnavailable):
-        raise ServerUnavailable(
-            f"no endpoint could be reached before the deadline; last error: {failure}",
-            retryable=True,
-        ) from failure
-    raise DeadlinePassed(f"the deadline passed; last error: {failure}", retryable=True) from failure

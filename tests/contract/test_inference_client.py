@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Self
 
 import pytest
@@ -122,7 +125,10 @@ class Fake:
     def v1_chat_completions_derender(self, body: Any) -> Any:
         ids = body["generate_response"]["choices"][0]["token_ids"]
         assert ids == self.sampled
-        message = {"role": "assistant", "content": "derendered", "reasoning": "hm"}
+        message: dict[str, Any] = {"role": "assistant", "content": "derendered"}
+        message["reasoning"] = "hm"
+        if body["chat_request"].get("tools"):
+            message["tool_calls"] = [{"function": {"name": "f", "arguments": "{}"}}]
         return {"choices": [{"message": message, "finish_reason": "stop"}]}
 
     def v1_completions(self, body: Any) -> Any:
@@ -190,11 +196,38 @@ def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 # What every server in vLLM's dialect must do
 
 
-@pytest.fixture(params=["fake", "outside"])
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "script.jsonl").write_text('{"text": "3 + 4 = seven"}\n')
+    command = [sys.executable, "-m", "rollstream.services.engine", "--port", "0"]
+    command += ["--script", str(folder / "script.jsonl"), "--parent-pid", str(os.getpid())]
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                said = (folder / "output").read_text()
+                if ready := re.search(r"engine ready on (\S+) model=(\S+)", said):
+                    break
+                if process.poll() == 2:
+                    pytest.skip(f"the engine can't start here: {said}")
+                assert process.poll() is None, said
+                assert time.monotonic() < deadline, f"the engine isn't ready: {said}"
+                time.sleep(0.1)
+            yield ready[1], ready[2]
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+@pytest.fixture(params=["fake", "engine", "outside"])
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, str]]:
     if request.param == "fake":
         async with Fake() as fake:
             yield fake.url, "m"
+    elif request.param == "engine":
+        yield request.getfixturevalue("engine")
     elif url := os.environ.get("INFERENCE_URL"):
         yield url, os.environ["INFERENCE_MODEL"]
     else:
@@ -318,6 +351,7 @@ async def test_the_server_parses_tool_calls_and_reasoning_where_it_can():
         turn = await ask(client, tools=tools, **second_turn(prior))
         assert extends(prior, turn)
         assert (turn.text, turn.message["reasoning"]) == ("derendered", "hm")
+        assert (turn.finish_reason, len(turn.message["tool_calls"])) == ("tool_calls", 1)
         assert fake.asked("/v1/chat/completions/derender")[-1]["chat_request"]["tools"] == tools
 
 
@@ -396,7 +430,9 @@ async def test_attempts_end():
         assert len(fake.seen) == 2
 
 
-async def test_another_endpoint_first():
+async def test_another_endpoint_first_and_without_delay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transport, "BACKOFF_S", 1e9)
+    monkeypatch.setattr(transport, "BACKOFF_MAX_S", 1e9)
     async with Fake() as bad, Fake() as good, client_of(bad.url, good.url) as client:
         bad.always = answer_with(500)
         for n in range(12):
@@ -452,8 +488,26 @@ async def test_a_server_that_stalls_past_the_requests_own_limit_is_left():
     async with Fake() as bad, Fake() as good:
         bad.always = stall
         async with client_of(bad.url, good.url, request_timeout_s=0.3) as client:
-            done = [await ask(client, sticky=f"g{n}") for n in range(4)]
+            done = [await ask(client, sticky=f"g{n}") for n in range(12)]
             assert {one.endpoint for one in done} == {good.url[: -len("/v1")]}
+            assert bad.seen
+
+
+async def test_a_callers_deadline_says_nothing_of_the_server():
+    async with Fake() as fake, client_of(fake.url) as client:
+        fake.faults = [stall] * 3
+        for _ in range(3):
+            with pytest.raises(DeadlinePassed):
+                await ask(client, deadline_s=0.05)
+        assert (await ask(client, deadline_s=endpoints.PAUSE_S / 2)).text == "seven"
+        fake.faults = [answer_with(500), answer_with(500), stall, answer_with(500)]
+        for limit_s, kind in [(20, InferenceError)] * 2 + [(0.05, DeadlinePassed)]:
+            with pytest.raises(kind):
+                await ask(client, deadline_s=limit_s, max_attempts=1)
+        with pytest.raises(InferenceError, match="500"):
+            await ask(client, max_attempts=1)
+        with pytest.raises(ServerUnavailable, match=r"last error: .* 500: x"):
+            await ask(client, deadline_s=endpoints.PAUSE_S / 2)
 
 
 async def test_patience_that_a_server_asks_for_beyond_the_deadline_is_not_waited_for():

@@ -54,7 +54,7 @@ def test_lists_come_with_commas_or_as_json():
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest():
-    parser = argparse.ArgumentParser(prog="x")
+    parser = argparse.ArgumentParser(prog="x", allow_abbrev=False)
     config.add_flags(parser, Outer)
     with pytest.raises(ConfigError, match="--inner.rat = 3: no such flag; did you mean --inner"):
         config.parse_flags(parser, ["--inner.rat", "3"])

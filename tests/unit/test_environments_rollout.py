@@ -3,14 +3,19 @@
 import asyncio
 import importlib
 import sys
+from collections import OrderedDict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollstream.shared.arrays import unpack
-from rollstream.shared.environments.client import ChatCall
+from rollstream.shared.environments.client import ChatCall, RolloutClient
+from rollstream.shared.environments.exact import survives
+from rollstream.shared.environments.messages import from_openai
 from rollstream.shared.environments.v0 import Environment, load
 from rollstream.shared.environments.wire import dump_state, load_state
 from rollstream.shared.inference.types import (
@@ -140,6 +145,10 @@ async def test_a_tool_rollout_is_token_exact() -> None:
     ]
     [sequence] = done.sequences
     assert unpack(sequence.mask).sum() == done.usage.completion_tokens
+    row = env.rows("train")[0]
+    state = load_state(done.state, row, done.completion, done.sequences)
+    assert state["tool_defs"] == done.live["tool_defs"]
+    assert state["completion"] == done.live["completion"]
 
 
 async def test_the_environments_sampling_holds_where_the_run_names_none(loop: None) -> None:
@@ -223,6 +232,19 @@ async def test_the_environments_own_time_limit_is_a_timeout(loop: None) -> None:
     assert (done.stop, done.error.type) == (Stop.TIMEOUT, "timeout")
 
 
+async def test_the_prior_is_the_longest_history_that_is_continued() -> None:
+    asked = "what?"
+    client = RolloutClient(Model("a", "b", "a", "c"))
+    prompt = from_openai([{"role": "user", "content": asked}])
+    first = await client.get_response(prompt, "m", {})
+    longer = [*prompt, first.message, *prompt]
+    second = await client.get_response(longer, "m", {})
+    await client.get_response(prompt, "m", {})  # again: its history is as short as the first's
+    await client.get_response([*longer, second.message, *prompt], "m", {})
+    priors = [prior and prior.text for _, prior in client.client.seen]  # type: ignore[attr-defined]
+    assert priors == [None, "a", None, "b"]
+
+
 async def test_side_calls_cost_but_are_not_trained_on(loop: None) -> None:
     env = load("loop_env", {"mode": "asks", "max_turns": 2})
     model = Model("first", "side answer", "second")
@@ -271,6 +293,26 @@ def comparable(step: Any) -> dict[str, Any]:
     """A trajectory step without what the wire rebuilds differently: the response's token copy."""
     response = step["response"].model_dump(exclude={"message": {"tokens"}})
     return {**step, "response": response}
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 1, -(2**60), 1.0, 0.1, "é\n", [], {}, {"a": [1, {"b": None}]}]
+)
+def test_plain_values_survive(value: object) -> None:
+    assert survives(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (), (1, 2), {1}, {1: 2}, {"a": (1,)}, float("nan"), float("-inf"), b"x", object(), Stop.STOP,
+        2**70, np.float64(1.5), np.int64(3), datetime(2026, 1, 1), OrderedDict(a=1), "\ud800",
+        Usage(), lambda: 1,
+    ],
+    ids=repr,
+)
+def test_what_would_change_or_break_does_not_survive(value: object) -> None:
+    assert not survives(value)
 
 
 async def test_what_json_cannot_carry_is_named(loop: None) -> None:

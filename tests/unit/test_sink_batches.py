@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rollstream.services.sink import batch_file
 from rollstream.services.sink.batch_file import BatchLine
 from rollstream.services.sink.batches import BatchBook, Pool

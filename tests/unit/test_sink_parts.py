@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from rollstream.services.sink.decide import BELOW_MIN_SCORE, Decider, Decision
 from rollstream.services.sink.parts import (
     Folder,
@@ -140,11 +141,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.json"]
 
 
+def outcome(decision: Decision | None) -> tuple[str, str] | None:
+    return None if decision is None else (decision.outcome.value, decision.reason)
+
+
 def test_the_first_settling_record_decides_and_parked_does_not_settle() -> None:
     decider = Decider(Seen(1))
-    assert decider.decide(scored(0, [1.0], Kind.PARKED)).outcome is Outcome.PARKED
+    assert outcome(decider.decide(scored(0, [1.0], Kind.PARKED))) == ("parked", "parked")
     assert decider.decide(scored(0, [1.0], Kind.PARKED)) is None
-    assert decider.decide(scored(0, [1.0])).outcome is Outcome.DELIVERED
+    assert outcome(decider.decide(scored(0, [1.0]))) == ("delivered", "")
     assert decider.decide(scored(0, [1.0], Kind.DROPPED)) is None
     assert decider.decide(scored(0, [1.0], Kind.PARKED)) is None
     assert decider.seen.has(Unit(0))
@@ -153,16 +158,19 @@ def test_the_first_settling_record_decides_and_parked_does_not_settle() -> None:
 def test_min_score_keeps_good_samples_and_drops_a_group_without_one() -> None:
     decider = Decider(Seen(1), min_score=0.5)
     some = decider.decide(scored(0, [1.0, 0.2, None, 0.5]))
+    assert some is not None
+    assert some.group is not None
     assert [s.i for s in some.group.samples] == [0, 3]
     assert some.ended("dataset").reward_sum == 1.5
     none = decider.decide(scored(1, [0.1, None]))
-    assert (none.outcome, none.reason) == (Outcome.DROPPED, BELOW_MIN_SCORE)
+    assert none is not None
+    assert outcome(none) == ("dropped", BELOW_MIN_SCORE)
     assert none.ended("dataset").reward_count == 0
 
 
 def test_an_unreadable_record_ends_its_group_by_its_headers_alone() -> None:
     decider = Decider(Seen(1))
-    assert decider.decide_undecodable([("rs-group", b"7")]).n == 7
+    assert outcome(decider.decide_undecodable([("rs-group", b"7")])) == ("dropped", "undecodable")
     assert decider.decide_undecodable([("rs-group", b"7")]) is None
     assert decider.decide_undecodable([]) is None
 

@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+
 from rollstream.services.sink.passk import (
     ks,
     mean_over_rows,
@@ -42,7 +43,7 @@ def test_error_of_independent_rows_is_the_textbook_one() -> None:
     assert estimate is not None
     assert estimate.mean == 0.5
     assert estimate.standard_error == pytest.approx(math.sqrt((1 / 3) / 4))
-    assert mean_over_rows([1.0]).standard_error is None
+    assert mean_over_rows([1.0]) == (1.0, None, 1)
     assert mean_over_rows([]) is None
 
 
@@ -58,6 +59,8 @@ def test_clustered_error_covers_siblings_that_agree() -> None:
     for _ in range(400):
         rows = [[float(random.random() < 0.5)] * 8 for _ in range(40)]
         estimate = mean_over_samples(rows)
+        assert estimate is not None
+        assert estimate.standard_error is not None
         means.append(estimate.mean)
         errors.append(estimate.standard_error)
     spread = math.sqrt(sum((m - 0.5) ** 2 for m in means) / len(means))
@@ -65,5 +68,5 @@ def test_clustered_error_covers_siblings_that_agree() -> None:
 
 
 def test_rows_without_samples_are_left_out() -> None:
-    assert mean_over_samples([[1.0], []]).rows == 1
+    assert mean_over_samples([[1.0], []]) == (1.0, None, 1)
     assert mean_over_samples([[]]) is None

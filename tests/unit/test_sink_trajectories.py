@@ -7,6 +7,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+
 from rollstream.services.sink.trajectories import is_trainable, scored_data_group
 from rollstream.shared.arrays import pack
 from rollstream.shared.records import Distill, EnvRef, Row, Sample, Scored, Sequence, Stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 
@@ -51,11 +51,15 @@ def _prompts(serving: Serving, body: CompletionBody) -> list[list[int]]:
         return [serving.tokenizer.encode(given)]
     if not given:
         raise ApiError("prompt: the list is empty", param="prompt")
-    if isinstance(given[0], int):
-        return [cast(list[int], given)]
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [ids]
+    if ids:
+        raise ApiError("prompt: the list mixes token ids and whole prompts", param="prompt")
     return [
-        serving.tokenizer.encode(prompt) if isinstance(prompt, str) else cast(list[int], prompt)
+        serving.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         for prompt in given
+        if not isinstance(prompt, int)
     ]
 
 

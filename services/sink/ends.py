@@ -1,0 +1,22 @@
+"""Ends into the ledger: the sink is the only one that writes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from rollstream.shared.bus import Writer
+from rollstream.shared.records import Ended
+from rollstream.shared.service import RunContext
+
+SENDS_AT_ONCE = 500
+
+
+async def write_ends(context: RunContext, writer: Writer, ends: Iterable[Ended]) -> None:
+    """Each end into its group's ledger partition, acknowledged. Raises Lost."""
+    topic, pending = context.topic("ledger"), list(ends)
+    for first in range(0, len(pending), SENDS_AT_ONCE):
+        await asyncio.gather(*(
+            writer.send(topic, end.n % context.run.partitions, end, key=f"{context.run.run}/{end.n}")
+            for end in pending[first : first + SENDS_AT_ONCE]
+        ))
