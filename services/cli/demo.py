@@ -127,8 +127,8 @@ def _configs(
     teacher = Teacher(endpoint="default", model=stack.model, top_k=TEACHER_TOP_K)
     return [
         config("rl", total_steps=given.rl_batches, batch_size=32, teacher=teacher),
-        config("sft", total_groups=given.sft_groups),
-        config("eval", total_groups=given.eval_rows, group_size=4),
+        config("sft", total_groups=given.sft_groups, seed=1),
+        config("eval", total_groups=given.eval_rows, group_size=4, seed=2),
     ]
 
 
@@ -150,17 +150,23 @@ async def _report(
     bus: Bus, configs: list[RunConfig], folder: Path, console: Console
 ) -> bool:
     """Say how it ended, where everything lies, and which command looks at it."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     balanced = True
     console.rule("the books")
     for config in configs:
         for books in (await read_ledger(bus, config, READ_S)).books():
             balanced = balanced and books.balanced and books.in_flight == 0
-            console.print(f"{config.pipeline:<5} {line(books)}", highlight=False)
+            say(f"{config.pipeline:<5} {line(books)}")
     metrics = msgspec.json.decode((folder / "eval" / "metrics.json").read_bytes())
     results = metrics["results"]["all"]
-    wanted = {key: value for key, value in results.items() if "pass@" in key}
-    shown = "  ".join(f"{key} {value:.3f}" for key, value in wanted.items())
-    console.print(f"eval  {shown}", highlight=False)
+    shown = "  ".join(
+        f"{name} {results[name]:.3f} (+-{results[f'{name}_stderr']:.3f})"
+        for name in results if name.startswith("pass@") and not name.endswith("_stderr")
+    )
+    say(f"eval  {shown}")
     console.rule("where it lies")
     for what, command in (
         ("rl batches, as the trainer took them", f"cat {folder}/trainer.log"),
@@ -171,5 +177,5 @@ async def _report(
         ("eval samples", f"head -n 2 {folder}/eval/samples.jsonl"),
         ("logs of the services", "ls runs/logs"),
     ):
-        console.print(f"  {what:<38} {command}", highlight=False, soft_wrap=True)
+        say(f"  {what:<38} {command}")
     return balanced

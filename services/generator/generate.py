@@ -38,9 +38,11 @@ class Generate:
     """The step of one run."""
 
     def __init__(
-        self, run: RunConfig, client: InferenceClient, environments: dict[str, Any]
+        self, run: RunConfig, client: InferenceClient, environments: dict[str, Any],
+        *, want_tokens: bool,
     ) -> None:
         self._run = run
+        self._want_tokens = want_tokens
         self._client = client
         self._environments = environments
         self._sampling = sampling_arguments(run)
@@ -108,7 +110,7 @@ class Generate:
             return await client.chat(
                 messages, model=run.model, sampling=sampling, tools=tools, prior=prior, seed=seed,
                 sticky=f"{prompt.run}/{prompt.n}", deadline_s=run.deadlines.request_s,
-                want_tokens=run.wants_tokens, max_attempts=run.max_attempts,
+                want_tokens=self._want_tokens, max_attempts=run.max_attempts,
             )
 
         return chat

@@ -16,7 +16,7 @@ from rollstream.shared.routes import Route
 from rollstream.shared.runs import Refusal, RunConfig
 from rollstream.shared.service import RunContext
 from rollstream.shared.settings import ServiceSettings
-from rollstream.shared.step import Step
+from rollstream.shared.step import Blocked, Step
 
 from .generate import Generate
 
@@ -57,8 +57,12 @@ class Generator:
         run = context.run
         loaded = await self._environments(run)
         async with self._client(run) as client:
+            generate = Generate(
+                run, client, {e.ref.fingerprint: e for e in loaded},
+                want_tokens=run.wants_tokens or await _gives_tokens(client, run),
+            )
             step = Step(
-                each=Generate(run, client, {e.ref.fingerprint: e for e in loaded}),
+                each=generate,
                 max_in_flight=self._settings.max_in_flight,
                 deadline_s=run.deadlines.sample_s, max_attempts=1,
             )
@@ -95,3 +99,12 @@ class Generator:
                     raise Refusal("env", source.id, str(error)) from error
             found.append(self._loaded[key])
         return found
+
+
+async def _gives_tokens(client: InferenceClient, run: RunConfig) -> bool:
+    """Whether a run that can do without token ids gets them all the same. Raises Blocked."""
+    try:
+        found = await client.capabilities(run.model)
+    except InferenceError as error:
+        raise Blocked(f"{run.endpoint}: {error}") from error
+    return found.token_ids and found.logprobs

@@ -139,7 +139,8 @@ async def _show(
                 await asyncio.sleep(REFRESH_S)
             live.update(render(), refresh=True)
         return
-    await _lines(followers, tasks, console.print, all_done)
+    await _lines(followers, tasks, lambda text: console.print(
+        text, highlight=False, markup=False, soft_wrap=True), all_done)
 
 
 async def _lines(

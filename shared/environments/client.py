@@ -115,7 +115,7 @@ class RolloutClient(Client[ChatCall, list[Message], Completion, dict[str, Any]])
             raise ModelError(f"the server ended the request: {completion.finish_reason}")
         response = to_response(completion, model)
         self.answers.append((response, completion))
-        self._histories.append(messages + to_openai([_as_sent_back(response)]))
+        self._histories.append(messages + to_openai([response.message]))
         return response
 
     def _prior(self, messages: list[Message]) -> Completion | None:
@@ -194,9 +194,3 @@ def _tokens(completion: Completion) -> ResponseTokens | None:
         completion_mask=[1] * len(token_ids),
         completion_logprobs=completion.logprobs,
     )
-
-
-def _as_sent_back(response: Response) -> dict[str, Any]:
-    """The assistant message as the next prompt will hold it."""
-    own = {"finish_reason", "is_truncated", "tokens"}
-    return response.message.model_dump(mode="json", exclude_none=True, exclude=own)

@@ -8,12 +8,13 @@ import msgspec
 
 
 def survives(value: object) -> bool:
-    """True if JSON gives back an equal value of equal types.
+    """True if JSON gives back an equal value of equal types, and msgpack takes it.
 
-    False for tuples, sets, integer keys, NaN, infinity, bytes, dates, numpy numbers, models,
-    handles and whatever else JSON would refuse or silently turn into something else.
+    False for tuples, sets, integer keys, NaN, infinity, bytes, dates, numpy numbers, integers
+    beyond 64 bits, models, handles and whatever else would be refused or silently changed.
     """
     try:
+        msgspec.msgpack.encode(value)
         return same(value, msgspec.json.decode(msgspec.json.encode(value)))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
         return False

@@ -11,6 +11,9 @@ from rollstream.shared.records import Message
 if TYPE_CHECKING:
     from verifiers.legacy.types import Messages
 
+_RESPONSE_ONLY = {"finish_reason", "is_truncated", "tokens"}
+"""What verifiers' ResponseMessage has beyond a message."""
+
 
 def to_openai(messages: str | Sequence[Any]) -> list[Message]:
     """verifiers' messages (models, dicts or one bare string) as plain dicts without null fields."""
@@ -28,7 +31,7 @@ def from_openai(messages: Sequence[Message]) -> Messages:
 
 def _plain(message: Any) -> Message:
     if hasattr(message, "model_dump"):
-        fields = message.model_dump(mode="json", exclude_none=True)
+        fields = message.model_dump(mode="json", exclude_none=True, exclude=_RESPONSE_ONLY)
     else:
         fields = {key: value for key, value in message.items() if value is not None}
     if fields.get("role") == "text":  # verifiers' role for a bare string

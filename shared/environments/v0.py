@@ -321,7 +321,7 @@ def _ending(
         return Stop.TOO_LONG, finish_reason, None
     if finish_reason == "length" or condition == "max_total_completion_tokens_reached":
         return Stop.LENGTH, finish_reason, None
-    if condition == "max_turns_reached":
+    if condition == "max_turns_reached" and len(steps) > 1:
         return Stop.STOP, "max_turns", None
     if finish_reason == "tool_calls":
         return Stop.TOOL, finish_reason, None

@@ -27,7 +27,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--model", "no/such.gguf"], "--model no/such.gguf: is neither 'smollm2' nor the path"),
         (["--host", "203.0.113.7"], "--host 203.0.113.7 --port 0: "),
         (["--script", "no.jsonl"], "--script no.jsonl: No such file"),
-        (["--cache", "/dev/null/x"], "--cache /dev/null/x: Not a directory; name a writable folder"),
+        (["--cache", "/dev/null/x"], "--cache /dev/null/x: Not a directory; name a "
+         "writable folder"),
         (["--backend", "vllm", "--model", "m"], "--backend vllm: vllm isn't installed"),
     ],
 )

@@ -305,9 +305,9 @@ def test_plain_values_survive(value: object) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        (), (1, 2), {1}, {1: 2}, {"a": (1,)}, float("nan"), float("-inf"), b"x", object(), Stop.STOP,
-        2**70, np.float64(1.5), np.int64(3), datetime(2026, 1, 1), OrderedDict(a=1), "\ud800",
-        Usage(), lambda: 1,
+        (), (1, 2), {1}, {1: 2}, {"a": (1,)}, float("nan"), float("-inf"), b"x", object(),
+        Stop.STOP, 2**70, np.float64(1.5), np.int64(3), datetime(2026, 1, 1), OrderedDict(a=1),
+        "\ud800", Usage(), lambda: 1,
     ],
     ids=repr,
 )
