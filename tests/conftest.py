@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 from aiokafka.admin import AIOKafkaAdminClient
 
+from rig import Engine
+
 from rollstream.shared import brokers
 from rollstream.shared.config import ConfigError
 
@@ -90,3 +92,12 @@ async def _admin(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
     await client.start()
     yield client
     await client.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+    """The CPU engine with the real model."""
+    started = Engine(tmp_path_factory.mktemp("engine"))
+    await started.start()
+    yield started
+    await started.stop()

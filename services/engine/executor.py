@@ -61,16 +61,18 @@ class NumpyExecutor:
         self._runs: dict[Sequence, _Run] = {}
         self._weights_number = 0
 
-    def can_start(self, sequence: Sequence) -> bool:
-        """Whether there is memory for it, and no running prefill is about to share its work."""
-        if self._runs and self._tokens_at_most(sequence) > self._free_tokens:
-            return False
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether there is memory for it, should it become as long as it may; one always may."""
+        return not self._runs or self._tokens_at_most(sequence) <= self._free_tokens
+
+    def repeats_running_work(self, sequence: Sequence) -> bool:
+        """Whether a prompt in progress will soon be in the prefix cache, good for this one too."""
         prefilling = [other for other, run in self._runs.items() if not run.prompt_done]
         shared = max((_common(sequence.prompt, s.prompt) for s in prefilling), default=0)
         if shared < _WORTH_WAITING_TOKENS:
-            return True
+            return False
         known = sum(len(block.tokens) for block in self.prefix_cache.match(sequence.prompt))
-        return shared - known < _WORTH_WAITING_TOKENS
+        return shared - known >= _WORTH_WAITING_TOKENS
 
     def start(self, sequence: Sequence) -> None:
         """Takes it in, with whatever the prefix cache knows of its prompt."""

@@ -16,7 +16,8 @@ from rollstream.services.engine.sequences import FinishReason, Sequence, TokenCh
 class Executor(Protocol):
     """Computes tokens for the sequences it has started."""
 
-    def can_start(self, sequence: Sequence) -> bool: ...
+    def has_room(self, sequence: Sequence) -> bool: ...
+    def repeats_running_work(self, sequence: Sequence) -> bool: ...
     def start(self, sequence: Sequence) -> None: ...
     def advance(
         self, running: Iterable[Sequence]
@@ -93,9 +94,10 @@ class Scheduler:
         if len(self.running) >= self._max_batch:
             return
         for sequence in sorted(self.waiting, key=self.waiting.__getitem__):
-            if len(self.running) >= self._max_batch:
+            # Nobody overtakes one that waits for memory: a large request would never run.
+            if len(self.running) >= self._max_batch or not self._executor.has_room(sequence):
                 return
-            if self._executor.can_start(sequence):
+            if not self._executor.repeats_running_work(sequence):
                 del self.waiting[sequence]
                 self.running[sequence] = None
                 self._executor.start(sequence)

@@ -79,9 +79,13 @@ class ScriptExecutor:
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
 
-    def can_start(self, sequence: Sequence) -> bool:
-        """Always."""
+    def has_room(self, sequence: Sequence) -> bool:
+        """Always: nothing is held."""
         return True
+
+    def repeats_running_work(self, sequence: Sequence) -> bool:
+        """Never: nothing is computed."""
+        return False
 
     def start(self, sequence: Sequence) -> None:
         """Scores the prompt where that is wanted."""

@@ -182,6 +182,7 @@ class Worker:
         self._draining.clear()
 
     def _resume(self) -> None:
+        self._drained()  # whoever still waits for the end of a pause that is over
         self.paused, self._admitting = False, True
         held, self._held = self._held, []
         for ticket in held:

@@ -14,9 +14,9 @@ SENDS_AT_ONCE = 500
 
 async def write_ends(context: RunContext, writer: Writer, ends: Iterable[Ended]) -> None:
     """Each end into its group's ledger partition, acknowledged. Raises Lost."""
-    topic, pending = context.topic("ledger"), list(ends)
+    run, topic, pending = context.run, context.topic("ledger"), list(ends)
     for first in range(0, len(pending), SENDS_AT_ONCE):
         await asyncio.gather(*(
-            writer.send(topic, end.n % context.run.partitions, end, key=f"{context.run.run}/{end.n}")
+            writer.send(topic, end.n % run.partitions, end, key=f"{run.run}/{end.n}")
             for end in pending[first : first + SENDS_AT_ONCE]
         ))

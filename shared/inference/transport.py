@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
@@ -86,15 +88,17 @@ class Transport:
         while len(tried) < max_attempts:
             if failure and not self._pool.has_untried(tried, time.monotonic()):
                 await self._pause(_backoff_s(len(tried), failure), until, failure)
-            url = await self._pick(sticky, tried, until, failure)
-            tried.append(url)
-            try:
-                return Reply(await self._once(url, path, data, until), url, len(tried))
-            except InferenceError as error:
-                if not error.retryable:
-                    raise
-                failure = self._last_fault = error
-                log.debug("inference_retry", path=path, attempt=len(tried), error=str(error))
+            # The place first: a server picked before a long wait may be dead after it.
+            async with self._place(until):
+                url = await self._pick(sticky, tried, until, failure)
+                tried.append(url)
+                try:
+                    return Reply(await self._once(url, path, data, until), url, len(tried))
+                except InferenceError as error:
+                    if not error.retryable:
+                        raise
+                    failure = self._last_fault = error
+                    log.debug("inference_retry", path=path, attempt=len(tried), error=str(error))
         assert failure is not None
         raise failure
 
@@ -123,6 +127,20 @@ class Transport:
                     f"last error: {last}", retryable=True,
                 )
             await asyncio.sleep(BACKOFF_S)
+
+    @asynccontextmanager
+    async def _place(self, until: float) -> AsyncIterator[None]:
+        """One of the `max_concurrent` places. Raises DeadlinePassed."""
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                await self._slots.acquire()
+        except TimeoutError:
+            words = "the deadline passed while max_concurrent requests were under way"
+            raise DeadlinePassed(words) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _pick(
         self, sticky: str, tried: list[str], until: float, failure: InferenceError | None
@@ -164,7 +182,7 @@ class Transport:
         if self._session is None:
             raise RuntimeError("the client is not open: use `async with`")
         try:
-            async with asyncio.timeout(until - time.monotonic()), self._slots:
+            async with asyncio.timeout(until - time.monotonic()):
                 async with asyncio.timeout(self._request_timeout_s):
                     async with self._session.request(
                         method, url, data=data, allow_redirects=False

@@ -18,14 +18,23 @@ import pytest
 import pytest_asyncio
 
 from rollstream.services.engine.convert import ModelNotFound, default_cache, locate, prepare
-from rollstream.services.engine.reference import reference_logprobs
-from rollstream.services.engine.weights import Weights, load_converted
 
 MODEL = "smollm2-135m"
 TOLERANCE = 1e-4
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # "The capital of France is Paris." and the end
-EXAMPLES = [(12, 25), (31, 17), (48, 26), (20, 19)]
+EXAMPLES = [(12, 25), (31, 17)]
+# In a process of its own: one product thread there, however many this one has.
+REFERENCE = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from rollstream.services.engine.reference import reference_logprobs
+from rollstream.services.engine.weights import load_converted
+weights = load_converted(Path(sys.argv[1]))
+rows = [reference_logprobs(weights, s).astype(np.float32) for s in json.load(sys.stdin)]
+np.savez(sys.argv[2], *rows)
+"""
 
 
 class Server:
@@ -75,10 +84,12 @@ class Client:
             lines = (await answer.text()).splitlines()
         return sum(int(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
-    async def until(self, name: str, value: int) -> None:
+    async def until(self, name: str, low: int, high: int | None = None) -> None:
+        """Waits for a metric to lie within low..high (just low where no high is given)."""
+        high = low if high is None else high
         deadline = time.monotonic() + 20
-        while await self.metric(name) != value:
-            assert time.monotonic() < deadline, f"{name} never became {value}"
+        while not low <= await self.metric(name) <= high:
+            assert time.monotonic() < deadline, f"{name} never became {low}"
             await asyncio.sleep(0.02)
 
 
@@ -95,11 +106,6 @@ def server(folder: Path) -> Iterator[Server]:
     running = Server()
     yield running
     assert running.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def weights(folder: Path) -> Weights:
-    return load_converted(folder)
 
 
 async def client_of(server: Server) -> AsyncIterator[Client]:
@@ -147,17 +153,17 @@ def addition(a: int, b: int) -> list[dict[str, str]]:
 
 
 async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
-    engine: Client, weights: Weights
+    engine: Client, folder: Path, tmp_path: Path
 ) -> None:
     """Sampled logprobs and the teacher's top k, through batches and the prefix cache."""
     hits = await engine.metric("prefix_cache_hits_total")
     common = {"max_tokens": 14, "logprobs": True, "top_logprobs": 4, "return_token_ids": True}
     asked = [
-        engine.chat(messages=addition(23, 45), n=3, seed=1, **common),
-        engine.chat(messages=addition(11, 38), n=2, seed=2, prompt_logprobs=3, **common),
+        engine.chat(messages=addition(23, 45), n=2, seed=1, **common),
+        engine.chat(messages=addition(11, 38), seed=2, prompt_logprobs=3, **common),
         engine.chat(messages=addition(23, 45), temperature=0.5, seed=3, **common),
         engine.chat(messages=addition(23, 45), temperature=2.0, top_k=7, seed=4, **common),
-        engine.chat(seed=5, ignore_eos=True, top_p=0.7, **(common | {"max_tokens": 30})),
+        engine.chat(seed=5, ignore_eos=True, top_p=0.7, **(common | {"max_tokens": 25})),
         engine.chat(temperature=0, **common),
     ]
     answers = await asyncio.gather(*asked)
@@ -172,8 +178,8 @@ async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
             for prompt, output in sequences
         )
     )
-    assert await engine.metric("prefix_cache_hits_total") - hits > 1000
-    rows = {tuple(p + o): reference_logprobs(weights, p + o) for p, o in sequences}
+    assert await engine.metric("prefix_cache_hits_total") - hits > 600
+    rows = reference([p + o for p, o in sequences], folder, tmp_path / "rows.npz")
     cuts = [(1, 0, 1), (1, 0, 1), (0.5, 0, 1), (2, 7, 1), (1, 0, 0.7), (1, 0, 1)]
     for answer, cut in zip(answers, cuts, strict=True):
         prompt = answer["prompt_token_ids"]
@@ -185,6 +191,18 @@ async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
     for (prompt, output), answer in zip(sequences, teacher, strict=True):
         scored = answer["choices"][0]["prompt_logprobs"]
         check_prompt(prompt + output, scored, rows[tuple(prompt + output)], k=8)
+
+
+def reference(
+    sequences: list[list[int]], folder: Path, file: Path
+) -> dict[tuple[int, ...], np.ndarray]:
+    """Every sequence's log-probabilities by the plain forward pass."""
+    subprocess.run(
+        [sys.executable, "-c", REFERENCE, str(folder), str(file)], input=json.dumps(sequences),
+        text=True, check=True, timeout=100, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+    )
+    with np.load(file) as rows:
+        return {tuple(s): rows[f"arr_{i}"] for i, s in enumerate(sequences)}
 
 
 def check_sampled(
@@ -223,7 +241,7 @@ def check_prompt(tokens: list[int], scored: list[Any], rows: np.ndarray, k: int)
 
 
 async def test_the_same_request_gives_the_same_tokens(engine: Client) -> None:
-    body = {"messages": addition(34, 21), "max_tokens": 12, "seed": 9, "return_token_ids": True}
+    body = {"max_tokens": 12, "seed": 9, "temperature": 1.5, "return_token_ids": True}
     first, other = await engine.chat(**body), await engine.chat(**(body | {"seed": 10}))
     again = await engine.chat(**body)
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
@@ -251,14 +269,14 @@ async def test_chat(engine: Client) -> None:
         assert first["top_logprobs"][0]["token"] == "token_id:504"
         assert len(first["top_logprobs"]) == 2
     prompt = len(answer["prompt_token_ids"])
-    counted = {name: answer["usage"][name] for name in
-               ("prompt_tokens", "completion_tokens", "total_tokens")}
-    assert counted == {"prompt_tokens": prompt, "completion_tokens": 16, "total_tokens": prompt + 16}
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, 16)
+    assert usage["total_tokens"] == prompt + 16
     assert answer["prompt_logprobs"] is None
 
 
 async def test_chat_takes_text_parts_and_says_nothing_it_was_not_asked(engine: Client) -> None:
-    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]
+    parts = [{"type": "text", "text": text} for text in ("What is the capital", "of France?")]
     answer = await engine.chat(
         messages=[{"role": "user", "content": parts}], max_completion_tokens=1, temperature=0,
         request_id="body-id",
@@ -369,7 +387,7 @@ async def test_what_it_says_of_itself(engine: Client) -> None:
     (card,) = (await engine.get("/v1/models"))["data"]
     assert (card["id"], card["max_model_len"]) == (MODEL, 2048)
     before = await engine.metric("generation_tokens_total")
-    stopped = await engine.metric('request_success_total')
+    stopped = await engine.metric("request_success_total")
     await engine.chat(max_tokens=3, n=2, ignore_eos=True)
     assert await engine.metric("generation_tokens_total") == before + 6
     assert await engine.metric("request_success_total") == stopped + 2
@@ -449,8 +467,7 @@ async def test_new_weights_between_two_tokens(engine: Client, folder: Path) -> N
     asked = asyncio.ensure_future(engine.generate(prompt, **sampling))
     await engine.until("num_requests_running", 1)
     before = await engine.metric("generation_tokens_total")
-    while await engine.metric("generation_tokens_total") < before + 3:
-        await asyncio.sleep(0.01)
+    await engine.until("generation_tokens_total", before + 3, before + 40)
     assert await engine.post("/pause?mode=keep") == {"status": "paused"}
     assert await engine.get("/is_paused") == {"is_paused": True}
     frozen = await engine.metric("generation_tokens_total")

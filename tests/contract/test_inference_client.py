@@ -556,6 +556,17 @@ async def test_the_limit_holds_and_connections_are_kept():
         assert len(fake.connections) == 3
 
 
+async def test_waiting_for_a_place_ends_with_the_deadline():
+    async with Fake() as fake, client_of(fake.url, max_concurrent=1) as client:
+        fake.always = stall
+        calls = [ask(client, deadline_s=0.3), ask(client, deadline_s=0.2)]
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(first, DeadlinePassed)
+        assert isinstance(second, DeadlinePassed)
+        assert "max_concurrent" in str(second)
+        assert len(fake.seen) == 1
+
+
 async def test_an_error_sent_as_200_and_a_redirect():
     async def elsewhere(_: web.Request) -> web.StreamResponse:
         raise web.HTTPTemporaryRedirect("http://other.invalid/v1")

@@ -283,12 +283,12 @@ async def test_killed_right_after_offering_or_acknowledging(
 
     async with topics_of(run, broker) as writer:
         await put(writer, run, *(group(n) for n in range(6)))
-        worker = subprocess.Popen([
+        worker = await asyncio.create_subprocess_exec(
             sys.executable, "-c", WORKER, msgspec.json.encode(run).decode(), broker, after
-        ])
+        )
         with pytest.raises(TrainerError):
             await asyncio.to_thread(train, f"http://127.0.0.1:{run.sink.port}")
-        assert await asyncio.to_thread(worker.wait, WAIT_S) == -9
+        assert await asyncio.wait_for(worker.wait(), WAIT_S) == -9
         member = Member(run, broker)
         await member.up()
         answer = await member.batch()

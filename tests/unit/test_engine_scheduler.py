@@ -20,8 +20,11 @@ class Speller:
         self.started: list[Sequence] = []
         self.held: set[Sequence] = set()
 
-    def can_start(self, sequence: Sequence) -> bool:
-        return True
+    def has_room(self, sequence: Sequence) -> bool:
+        return len(self.held) == 0 or len(sequence.prompt) < 10
+
+    def repeats_running_work(self, sequence: Sequence) -> bool:
+        return sequence.prompt in [other.prompt for other in self.held]
 
     def start(self, sequence: Sequence) -> None:
         self.started.append(sequence)
@@ -109,6 +112,30 @@ def test_sequences_join_a_running_batch() -> None:
     engine.add(second)
     engine.step()
     assert (first.output, second.output) == ([*map(ord, "ab")], [ord("x")])
+
+
+def test_nobody_overtakes_one_that_waits_for_memory() -> None:
+    executor = Speller()
+    engine = scheduler(executor)
+    for text in ["ab", "a long prompt", "cd"]:
+        engine.add(sequence(text, max_tokens=2))
+    engine.step()
+    assert len(executor.started) == 1
+    while not engine.idle:
+        engine.step()
+    assert [len(s.prompt) for s in executor.started] == [2, 13, 2]
+
+
+def test_who_would_repeat_running_work_waits_and_lets_others_by() -> None:
+    executor = Speller()
+    engine = scheduler(executor)
+    for text in ["ab", "ab", "cd"]:
+        engine.add(sequence(text, max_tokens=2))
+    engine.step()
+    assert [chr(s.prompt[0]) for s in executor.started] == ["a", "c"]
+    engine.step()
+    engine.step()
+    assert [chr(s.prompt[0]) for s in executor.started] == ["a", "c", "a"]
 
 
 def test_abort_keeps_what_there_is_and_frees_the_rest() -> None:

@@ -1,0 +1,164 @@
+"""All services as real processes over a real broker, for flow and chaos tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollstream.services.cli.processes import Child, Children, service_child
+from rollstream.services.cli.propose import propose, read_registry, set_status
+from rollstream.services.cli.run_settings import RunSettings, to_config
+from rollstream.services.cli.up import SERVICES
+from rollstream.shared import routes
+from rollstream.shared.brokers.broker import free_port
+from rollstream.shared.bus import Bus
+from rollstream.shared.codec import decode
+from rollstream.shared.ledger import LeafBooks
+from rollstream.shared.ledger_reader import read_ledger
+from rollstream.shared.log_reader import LogReader
+from rollstream.shared.runs import RunConfig, Sampling, SinkSettings, Status
+from rollstream.shared.settings import BROKERS_VARIABLE
+from rollstream.shared.topics import data_topic
+
+MODEL = "smollm2-135m"
+TWO_DIGIT = "two_digit_addition"
+
+
+class Rig:
+    """Services on one broker with one prefix; everything that it starts ends with it."""
+
+    def __init__(self, bootstrap: str, prefix: str, folder: Path, endpoint: str) -> None:
+        self.folder = folder
+        self.endpoint = endpoint
+        self.prefix = prefix
+        self.bus = Bus(bootstrap, f"test-{prefix}")
+        self.children = Children()
+        self._environment = {BROKERS_VARIABLE: bootstrap, "ROLLSTREAM_PREFIX": prefix}
+        self._count = 0
+
+    async def service(self, name: str, *flags: str) -> Child:
+        """Start one service."""
+        self._count += 1
+        endpoints = json.dumps({"default": {"url": self.endpoint}})
+        child = service_child(
+            name, self.folder, self._environment, "--endpoints", endpoints,
+            "--session-timeout-ms", "6000", "--startup-wait-s", "20", *flags,
+        )
+        child.log = self.folder / "logs" / f"{name}-{self._count}.log"
+        await self.children.start(child)
+        return child
+
+    async def services(self, *names: str) -> dict[str, Child]:
+        """Start these, or all five."""
+        return {name: await self.service(name) for name in names or SERVICES}
+
+    async def run(self, pipeline: str, name: str, **fields: Any) -> RunConfig:
+        """Start a run on two-digit addition. Raises Refused."""
+        defaults: dict[str, Any] = {
+            "run": name, "env": TWO_DIGIT, "endpoint": "default", "model": MODEL,
+            "partitions": 4, "sampling": Sampling(max_tokens=14), "group_size": 4,
+            "sink": SinkSettings(out=str(self.folder / name), port=free_port()),
+            "prefix": self.prefix, "include_messages": True,
+        }
+        settings = msgspec.structs.replace(RunSettings(), **{**defaults, **fields})
+        config = to_config(pipeline, settings, routes.load())
+        return await propose(self.bus, config, 90.0)
+
+    async def done(self, config: RunConfig, timeout_s: float = 120.0) -> None:
+        """Wait until the run is done."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            found = (await read_registry(self.bus, self.prefix)).runs[config.run]
+            if found.status is Status.DONE:
+                return
+            await asyncio.sleep(0.3)
+        raise AssertionError(f"{config.run} is not done: {await self.books(config)}\n{self.logs()}")
+
+    async def stop(self, config: RunConfig) -> None:
+        await set_status(self.bus, self.prefix, config.run, Status.STOPPED, "by a test")
+
+    async def books(self, config: RunConfig) -> LeafBooks:
+        """The books of the run's only leaf."""
+        return (await read_ledger(self.bus, config, 60)).books()[0]
+
+    async def records(self, config: RunConfig, kind: str) -> list[Any]:
+        """All records of one of the run's topics."""
+        topic = data_topic(self.prefix, config.run, config.pipeline, kind)
+        found: list[Any] = []
+        async with LogReader(self.bus, topic, range(config.partitions)) as log:
+            async for records in log.to_end(timeout_s=60):
+                found += [decode(r.value, list(r.headers)) for r in records]
+        return found
+
+    def dataset(self, config: RunConfig) -> list[dict[str, Any]]:
+        """The lines of a dataset run's JSONL."""
+        text = (Path(config.sink.out) / "dataset.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def logs(self) -> str:
+        """The end of every service's log."""
+        return "\n".join(
+            f"== {path.name}\n" + path.read_text(errors="replace")[-1500:]
+            for path in sorted((self.folder / "logs").glob("*.log"))
+        )
+
+    async def end(self) -> None:
+        await self.children.stop()
+
+
+@asynccontextmanager
+async def rig(
+    bootstrap: str, prefix: str, folder: Path, endpoint: str
+) -> AsyncIterator[Rig]:
+    """A Rig for the block."""
+    made = Rig(bootstrap, prefix, folder, endpoint)
+    try:
+        yield made
+    finally:
+        await made.end()
+
+
+class Engine:
+    """The CPU engine as a process; with a script it gives the answers of the script."""
+
+    def __init__(self, folder: Path, script: list[dict[str, Any]] | None = None) -> None:
+        command = [sys.executable, "-m", "rollstream.services.engine", "--port", "0",
+                   "--parent-pid", str(os.getpid())]
+        folder.mkdir(parents=True, exist_ok=True)
+        if script is not None:
+            path = folder / "script.jsonl"
+            path.write_text("\n".join(map(json.dumps, script)))
+            command += ["--script", str(path)]
+        self.child = Child("engine", command, folder / "engine.log")
+        self.url = ""
+
+    async def start(self) -> None:
+        self.child.log.write_bytes(b"")
+        await self.child.start()
+        line = await Children().wait_for_line(self.child, "engine ready on", 300)
+        self.url = line.split("engine ready on ", 1)[1].split()[0]
+
+    def finished_requests(self) -> int:
+        """Choices that the engine has answered, by its own metrics."""
+        with urllib.request.urlopen(self.url.removesuffix("/v1") + "/metrics", timeout=5) as page:
+            text = page.read().decode()
+        return int(sum(
+            float(value)
+            for value in re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)", text, re.M)
+        ))
+
+    async def stop(self) -> None:
+        if self.child.process is not None and self.child.running:
+            self.child.process.terminate()
+            await asyncio.wait_for(self.child.process.wait(), 10)
