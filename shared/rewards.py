@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rollstream.shared.config import ConfigError
-from rollstream.shared.records import RewardPart, Sample, Scored, Stop
+from rollstream.shared.records import Kind, RewardPart, Sample, Scored, Stop
 from rollstream.shared.runs import RunConfig
 
 Advantages = Callable[[Sequence[float]], Sequence[float]]
@@ -93,6 +93,16 @@ def drop_reason(group: Scored, run: RunConfig) -> str | None:
     if run.group_policy == "min_viable" and rewarded < max(1, run.min_viable):
         return "below_min_viable"
     return _filtered(group, run)
+
+
+def finish(group: Scored, run: RunConfig) -> None:
+    """What the last scoring stage does to a group: advantages, then policy and filters."""
+    set_advantages(group.samples, advantage_function(run.advantage))
+    reason = drop_reason(group, run)
+    if reason is not None:
+        group.kind, group.reason = Kind.DROPPED, reason
+        failed = next((s.error for s in group.samples if s.error is not None), None)
+        group.detail = f"{failed.type}: {failed.message}" if failed else ""
 
 
 def _filtered(group: Scored, run: RunConfig) -> str | None:

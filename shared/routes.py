@@ -73,18 +73,27 @@ def builtin() -> list[Route]:
 def load(rows: Iterable[Mapping[str, Any]] = ()) -> list[Route]:
     """The built-in table and a user's own rows, validated together.
 
-    Raises ConfigError naming the row and the fix.
+    A row of an instance that the pipeline has already takes its place, e.g. to have a sink read
+    another output. Raises ConfigError naming the row and the fix.
     """
-    table = builtin()
+    own: list[Route] = []
     known = list(Route.__struct_fields__)
     for row in rows:
         for key in row:
             if key not in known:
                 raise unknown_key(f"route.{key}", [f"route.{name}" for name in known])
         try:
-            table.append(msgspec.convert(row, Route))
+            own.append(msgspec.convert(row, Route))
         except msgspec.ValidationError as error:
             raise ConfigError("[[route]]", str(dict(row)), str(error)) from error
+    table = builtin()
+    places = {(route.pipeline, route.instance): at for at, route in enumerate(table)}
+    for route in own:
+        at = places.pop((route.pipeline, route.instance), None)
+        if at is None:
+            table.append(route)
+        else:
+            table[at] = route
     validate(table, signatures({route.service for route in table}))
     return table
 

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rl": ("rollstream.services.cli.start", "start a run: groups for a trainer"),
     "sft": ("rollstream.services.cli.start", "start a run: a dataset"),
     "eval": ("rollstream.services.cli.start", "start a run: a report with pass@k"),
+    "start": ("rollstream.services.cli.start", "start a run of a pipeline of your own routes"),
     "run": ("rollstream.services.cli.service", "one service, against any broker"),
     "runs": ("rollstream.services.cli.runs", "list, show, pause, resume, stop or remove runs"),
     "ledger": ("rollstream.services.cli.books", "a run's books: issued = delivered + ..."),

@@ -82,6 +82,10 @@ class Children:
             child.pause_s = min(LONGEST_PAUSE_S, child.pause_s * 2)
             await child.start()
 
+    def running(self) -> list[Child]:
+        """Those that run now."""
+        return [child for child in self._children if child.running]
+
     async def wait_for_line(self, child: Child, text: str, timeout_s: float) -> str:
         """The first line of the child's log that holds the text.
 

@@ -25,6 +25,11 @@ from .run_settings import RunSettings, load_run_settings, to_config
 
 def main(command: str, argv: list[str]) -> int:
     """Start a run of the pipeline that the command names; its exit code."""
+    if command == "start":
+        if not argv or argv[0].startswith("-"):
+            print("usage: rollstream start PIPELINE --config FILE ...   (a pipeline of its routes)")
+            return 0 if argv and argv[0] in ("-h", "--help") else 2
+        command, argv = argv[0], argv[1:]
     parser = argparse.ArgumentParser(
         prog=f"rollstream {command}", allow_abbrev=False,
         description=f"Start a run of the {command} pipeline. Flags win over variables "

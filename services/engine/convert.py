@@ -93,8 +93,7 @@ def prepare(gguf_file: Path, cache: Path) -> Path:
         _convert(gguf_file, building)
         building.rename(folder)
     except OSError:
-        if not folder.is_dir():
-            raise
+        raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder

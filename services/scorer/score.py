@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from rollstream.shared.environments.scoring import SampleScore
 from rollstream.shared.environments.workers import FingerprintMismatch, ScoringPool
-from rollstream.shared.records import Failure, Kind, Rollout, Sample, Scored, group_of
-from rollstream.shared.rewards import (
-    advantage_function,
-    drop_reason,
-    set_advantages,
-)
+from rollstream.shared.records import Failure, Rollout, Sample, Scored, group_of
+from rollstream.shared.rewards import finish
 from rollstream.shared.runs import RunConfig
 from rollstream.shared.step import Blocked
 
@@ -31,7 +27,6 @@ class Score:
     def __init__(self, run: RunConfig, pool: ScoringPool, *, final: bool) -> None:
         self._run = run
         self._pool = pool
-        self._advantages = advantage_function(run.advantage)
         self._final = final
 
     async def rollouts(self, rollouts: list[Rollout]) -> Scored:
@@ -50,16 +45,8 @@ class Score:
             for sample, score in zip(group.samples, scores, strict=True):
                 _apply(sample, score)
         if self._final:
-            self._finish(group)
+            finish(group, self._run)
         return group
-
-    def _finish(self, group: Scored) -> None:
-        set_advantages(group.samples, self._advantages)
-        reason = drop_reason(group, self._run)
-        if reason is not None:
-            group.kind, group.reason = Kind.DROPPED, reason
-            failed = next((s.error for s in group.samples if s.error is not None), None)
-            group.detail = f"{failed.type}: {failed.message}" if failed else ""
 
 
 def _apply(sample: Sample, score: SampleScore) -> None:

@@ -126,9 +126,11 @@ class BatchBook:
     def _move_on(self, record: PolicyVersion) -> None:
         if record.implied and self.announced:
             return
-        if not record.implied and (not self.announced or record.version < self.version):
-            self.epoch = max(self.epoch, record.epoch)
-        self.announced = self.announced or not record.implied
+        if record.implied:  # counted up, never down: applied twice is as good as once
+            self.version = max(self.version, record.version)
+            return
+        self.epoch = max(self.epoch, record.epoch)
+        self.announced = True
         self.version = record.version
 
     @property

@@ -139,8 +139,7 @@ class TrainerLeaf:
             if (line.kind, line.log_id) == ("acked", self.run.log_id):
                 open_ids = {offered.batch_id for offered in self.book.unacknowledged()}
                 if line.batch_id in open_ids:
-                    await self._to_control(Acked(batch_id=line.batch_id))
-                    self.book.acked.add(line.batch_id)
+                    await self._told(Acked(batch_id=line.batch_id))
         ends = batch_file.delivered_before(lines, self.run.log_id)
         for end in ends:
             self._deciders[end.n % self.run.partitions].seen.add_group(end.n)
@@ -288,7 +287,7 @@ class TrainerLeaf:
         await self._to_file(
             BatchLine(log_id=self.run.log_id, batch_id=batch.id, kind="acked")
         )
-        await self._to_control(Acked(batch_id=batch.id))
+        await self._told(Acked(batch_id=batch.id))
         self.open_batch = None
         for group in batch.groups:
             self.pool.release(group.n)
@@ -341,22 +340,23 @@ class TrainerLeaf:
         await write_ends(self._context, self._active.writer, ends)
 
     async def _announce(self, version: int) -> None:
-        await self._to_control(
-            PolicyVersion(version=version, epoch=self.book.epoch, implied=True)
-        )
+        await self._told(PolicyVersion(version=version, epoch=self.book.epoch, implied=True))
 
-    async def _to_control(self, record: Offered | Acked | PolicyVersion) -> int:
+    async def _told(self, record: Acked | PolicyVersion) -> None:
+        """Write to the control topic what changes nothing when it is read back later."""
+        offset = await self._active.writer.send(self._active.control_topic, 0, record)
+        self.book.apply(offset, record)
+
+    async def _to_control(self, record: Offered | PolicyVersion) -> int:
         """Write to the control topic and wait until it was read back: its place in the order."""
         offset = await self._active.writer.send(self._active.control_topic, 0, record)
-        deadline = time.monotonic() + CONTROL_TIMEOUT_S
-        while self._control_position <= offset:
-            self._control_moved.clear()
-            try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time()
-                                              + deadline - time.monotonic()):
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                while self._control_position <= offset:
+                    self._control_moved.clear()
                     await self._control_moved.wait()
-            except TimeoutError as error:
-                raise Lost(f"{self._active.control_topic} was not read back in time") from error
+        except TimeoutError as error:
+            raise Lost(f"{self._active.control_topic} was not read back in time") from error
         return offset
 
     async def _to_file(self, line: BatchLine) -> None:

@@ -253,15 +253,16 @@ from rollstream.shared.bus import Bus
 from rollstream.shared.runs import RunConfig
 from rollstream.shared.service import RunContext
 
-original = TrainerLeaf._to_control
+def dies_after(original):
+    async def method(self, record):
+        offset = await original(self, record)
+        if type(record).__name__ == sys.argv[3]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return offset
+    return method
 
-async def killed(self, record):
-    offset = await original(self, record)
-    if type(record).__name__ == sys.argv[3]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return offset
-
-TrainerLeaf._to_control = killed
+TrainerLeaf._to_control = dies_after(TrainerLeaf._to_control)
+TrainerLeaf._told = dies_after(TrainerLeaf._told)
 run = msgspec.json.decode(sys.argv[1], type=RunConfig)
 bus = Bus(sys.argv[2], "worker", session_timeout_ms=1500)
 asyncio.run(Sink().attend(RunContext(run, run.stages[-1], bus)))

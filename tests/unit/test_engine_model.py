@@ -160,7 +160,7 @@ def test_mixed_requests_over_shared_prefixes(prefix_cache_bytes: int) -> None:
     first = [
         sequence([*shared, *tokens(length, seed)], seed, scores)
         for seed, (length, scores) in enumerate(
-            [(9, None), (9, 4), (30, None), (0, 20), (0, None), (3, 0), (200, 2), (600 - 200, None)]
+            [(9, None), (9, 4), (30, None), (0, 20), (0, None), (3, 0), (90, 2), (400, None)]
         )
     ]
     siblings = [sequence(first[0].prompt, 50 + i) for i in range(6)]

@@ -49,7 +49,8 @@ def scheduler(executor: Speller, max_batch: int = 8, max_model_len: int = 100) -
 
 def sequence(text: str, priority: int = 0, **how: Any) -> Sequence:
     prompt = [EOS if c == "." else ord(c) for c in text]
-    return Sequence(f"id-{text}", 0, prompt, Sampling(**({"max_tokens": 20} | how)), priority)
+    wanted: dict[str, Any] = {"max_tokens": 20} | how
+    return Sequence(f"id-{text}", 0, prompt, Sampling(**wanted), priority)
 
 
 def finish(one: Sequence) -> Sequence:
@@ -165,7 +166,7 @@ def test_each_token_is_of_the_version_that_sampled_it() -> None:
 
 def test_no_output_wanted_is_no_output() -> None:
     class Scorer(Speller):
-        def advance(self, running: Iterable[Sequence]) -> list[tuple[Sequence, None]]:
+        def advance(self, running: Iterable[Sequence]) -> list[tuple[Sequence, TokenChoice | None]]:
             return [(s, None) for s in running]
 
     engine = scheduler(Scorer())

@@ -13,21 +13,17 @@ import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import pytest
-
 from making import run
+
 from rollstream.services.cli import propose, start, up
 from rollstream.services.cli.__main__ import COMMANDS
-from rollstream.services.cli.run_settings import (
-    SECTIONS,
-    RunSettings,
-    load_run_settings,
-    to_config,
-)
+from rollstream.services.cli.run_settings import SECTIONS, RunSettings, load_run_settings, to_config
 from rollstream.services.cli.runs import ACTIONS
 from rollstream.services.engine import options as engine
 from rollstream.services.sink.dataset import write_dataset
@@ -40,7 +36,7 @@ from rollstream.shared import config, routes, serve
 from rollstream.shared.config import ConfigError, settings_of
 from rollstream.shared.inference.endpoints import Endpoint
 from rollstream.shared.records import Distilled, EnvRef, Group, Outcome, Row, Sample, Stop
-from rollstream.shared.runs import EnvironmentSource, RunConfig
+from rollstream.shared.runs import EnvironmentSource, RunConfig, SinkSettings
 from rollstream.shared.settings import BROKERS_VARIABLE, ServiceSettings, load_settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-atropos.md"
@@ -162,8 +158,9 @@ LINES = read_tables(TEXT)
 @cache
 def settings(pipeline: str) -> dict[str, Any]:
     """The value of every flag of `rollstream PIPELINE` where nothing is given."""
-    plain = msgspec.to_builtins(load_run_settings(pipeline, {}, {}, {}) if pipeline else None)
-    return {s.flag: _leaf(plain, s.path) for s in settings_of(RunSettings)} | {"--run": ""}
+    resolved = load_run_settings(pipeline, {}, {}, {})
+    plain = msgspec.to_builtins(msgspec.structs.replace(resolved, run=RunSettings().run))
+    return {s.flag: _leaf(plain, s.path) for s in settings_of(RunSettings)}
 
 
 def _leaf(plain: Any, path: tuple[str, ...]) -> Any:
@@ -243,8 +240,8 @@ def endpoints() -> set[tuple[str, str]]:
 def names(section: str) -> set[str]:
     """The bare names that mean something in a section: fields and files of ours."""
     group = Distilled(
-        run="r", pipeline="eval", n=0, k=1, env=EnvRef("ENV"), samples=[Sample(i=0, stop=Stop.STOP)],
-        row=Row(prompt=[{"role": "user", "content": "?"}]),
+        run="r", pipeline="eval", n=0, k=1, env=EnvRef("ENV"), row=Row(prompt=[]),
+        samples=[Sample(i=0, stop=Stop.STOP)],
     )
     known: dict[str, Callable[[], set[str]]] = {
         "Data schema": lambda: set(scored_data_group(group)),
@@ -273,26 +270,26 @@ def _keys(value: Any) -> set[str]:
 
 
 def parquet_columns() -> set[str]:
-    from pyarrow import parquet
-
-    return set(parquet.read_schema(_written() / "dataset.parquet").names)
+    return _written()[1]
 
 
 def files() -> set[str]:
-    return {path.name for path in _written().iterdir()}
+    return _written()[0]
 
 
 @cache
-def _written() -> Path:
-    """A folder with everything that sinks and start command write for a run."""
-    import tempfile
+def _written() -> tuple[set[str], set[str]]:
+    """The files that sinks and start command write for a run, and the columns of the parquet."""
+    from pyarrow import parquet
 
-    out = Path(tempfile.mkdtemp())
-    finished = msgspec.structs.replace(run(), sink=msgspec.structs.replace(run().sink, out=str(out)))
-    write_dataset([], out, finished)
-    write_report([], out, finished)
-    propose.remember(finished)
-    return out
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        finished = run(sink=SinkSettings(out=folder))
+        write_dataset([], out, finished)
+        write_report([], out, finished)
+        propose.remember(finished)
+        columns = parquet.read_schema(out / "dataset.parquet").names
+        return {path.name for path in out.iterdir()}, set(columns)
 
 
 # -- the tables -----------------------------------------------------------------------------------
@@ -333,7 +330,7 @@ def test_what_is_named_as_ours_exists_with_the_stated_default(line):
 def stated(cell: str) -> dict[str, Any]:
     """`8`, eval `1`: the default of each pipeline."""
     first, *others = cell.split(", ") if "`, " in cell else [cell]
-    values = dict.fromkeys(PIPELINES, literal(first))
+    values: dict[str, Any] = dict.fromkeys(PIPELINES, literal(first))
     for other in others:
         pipeline, _, value = other.partition(" ")
         assert pipeline in PIPELINES, cell

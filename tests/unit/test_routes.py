@@ -18,7 +18,8 @@ def test_the_readme_shows_the_table():
 @pytest.mark.parametrize(("row", "words"), [
     ({"pipeline": "rl", "instance": "scorer", "inptu": "x"}, "did you mean route.input"),
     ({"pipeline": "rl", "instance": "scorrer:b", "input": "rollouts", "output": "b"}, "scorrer"),
-    ({"pipeline": "rl", "instance": "scorer", "input": "rollouts", "output": "b"}, "own name"),
+    ({"pipeline": "rl", "instance": "scorer", "input": "rollouts", "output": "b"},
+     "scored: use one of"),
     ({"pipeline": "rl", "instance": "scorer:b", "input": "rollouts", "output": "scored"},
      "one instance writes a topic"),
     ({"pipeline": "rl", "instance": "scorer:b", "input": "prompts", "output": "b"},
@@ -58,3 +59,11 @@ def test_a_stage_left_out_hands_its_input_on():
 def test_an_unknown_pipeline_names_those_that_exist():
     with pytest.raises(ConfigError, match="rl, sft, eval"):
         routes.stages(routes.builtin(), "rll", teacher=False)
+
+
+def test_an_instance_that_is_there_already_is_replaced_once():
+    row = {"pipeline": "sft", "instance": "sink:dataset", "input": "scored"}
+    table = routes.load([row])
+    assert [r.input for r in table if r.instance == "sink:dataset"] == ["scored"]
+    with pytest.raises(ConfigError, match="give this instance its own name"):
+        routes.load([row, row])
