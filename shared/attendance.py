@@ -128,17 +128,10 @@ class Attendance:
         if run.status is not None and context.status is not run.status:
             context.status = run.status
             context.changed.set()
-        paused = run.status is Status.PAUSED
-        if paused:
-            context.draining.set()
-        elif key not in self._tasks and run.status is not Status.DONE:
-            context.draining.clear()
+        if run.status is Status.DONE:
+            return
         task = self._tasks.get(key)
-        if task is not None and task.done() and not paused and run.status is not Status.DONE:
-            del self._tasks[key]
-            task = None
-            context.draining.clear()
-        if task is None and not paused and run.status is not Status.DONE:
+        if task is None or task.done():
             self._tasks[key] = asyncio.create_task(self._attend(context))
 
     async def _attend(self, context: RunContext) -> None:

@@ -36,6 +36,7 @@ from rollstream.shared.intake import Intake, Work
 from rollstream.shared.output_tail import read_to_end
 from rollstream.shared.partition import Partition
 from rollstream.shared.records import Kind
+from rollstream.shared.runs import Status
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
 from rollstream.shared.step import Step
@@ -103,12 +104,16 @@ class StageLoop:
                 raise self._fatal
             if self._assigned is not None:
                 await self._take_over(consumer)
-            self._dispatch()
+            paused = self._context.status is Status.PAUSED
+            if not paused:
+                self._dispatch()
             if self._context.ending:
                 draining_since_s = draining_since_s or time.monotonic()
                 if not self._tasks or time.monotonic() - draining_since_s > DRAIN_S:
                     await self._commit(consumer)
                     return
+                await self._pause()
+            elif paused:
                 await self._pause()
             else:
                 await self._poll(consumer)

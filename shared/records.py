@@ -364,11 +364,18 @@ class Acked(msgspec.Struct, tag="acked", kw_only=True):
     batch_id: int
 
 
+class Finished(msgspec.Struct, tag="finished", kw_only=True):
+    """Control: a leaf has written everything that it will ever write for this run."""
+
+    v: int = SCHEMA_VERSION
+    leaf: str
+
+
 G = TypeVar("G", Scored, Distilled)
 
 Record = (
     Prompt | Rollout | Scored | Distilled | DeadLetter | Issued | Ended | Redriven
-    | Answer | PolicyVersion | Offered | Acked
+    | Answer | PolicyVersion | Offered | Acked | Finished
 )
 """Everything that a topic of a run can hold."""
 

@@ -159,13 +159,15 @@ class Status(StrEnum):
     PAUSED = "paused"
     STOPPED = "stopped"
     """Told to stop: open groups close as cancelled, then it is done."""
+    FINISHING = "finishing"
+    """Every group has ended: the sinks write their final files and say so on `control`."""
     DONE = "done"
     REFUSED = "refused"
 
     @property
     def live(self) -> bool:
         """Whether stages work on the run: a stopped one still drains."""
-        return self in (Status.RUNNING, Status.PAUSED, Status.STOPPED)
+        return self in (Status.RUNNING, Status.PAUSED, Status.STOPPED, Status.FINISHING)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from aiokafka.admin import AIOKafkaAdminClient
-
 from rig import Engine
 
 from rollstream.shared import brokers

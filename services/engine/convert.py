@@ -93,7 +93,8 @@ def prepare(gguf_file: Path, cache: Path) -> Path:
         _convert(gguf_file, building)
         building.rename(folder)
     except OSError:
-        raise
+        if not folder.is_dir():
+            raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder

@@ -17,8 +17,9 @@ from rollstream.shared.bus import Lost, Writer
 from rollstream.shared.codec import Undecodable, decode, header_int
 from rollstream.shared.ledger import Ledger
 from rollstream.shared.ledger_reader import LedgerReader
+from rollstream.shared.log_reader import LogReader
 from rollstream.shared.output_tail import last_records
-from rollstream.shared.records import Issued, PolicyVersion, Prompt
+from rollstream.shared.records import Finished, Issued, PolicyVersion, Prompt
 from rollstream.shared.role import Active
 from rollstream.shared.runs import RunState, Status, state_key
 from rollstream.shared.service import RunContext
@@ -30,6 +31,8 @@ from .sources import Source
 
 CATCH_UP_S = 600.0
 NEWS_S = 0.25
+FINISH_S = 600.0
+"""How long the sinks may take to write their final files."""
 
 
 class Production:
@@ -47,6 +50,7 @@ class Production:
         )
         self._rows_end = last_group(run, self._plan)
         self._version = 0
+        self._finished: set[str] = set()
         self._log = structlog.get_logger().bind(run=run.run, stage=context.route.instance)
 
     async def run(self) -> None:
@@ -62,16 +66,18 @@ class Production:
             await self._restore(books)
             await self._complete(books)
             context.progress.state = "working"
-            while not context.draining.is_set():
+            if context.status is Status.FINISHING:
+                await self._end(books, control, "finished")
+            while not context.ending:
                 now = standing(books.books())
                 context.progress.done = now.issued
                 context.progress.in_flight = now.in_flight
                 stopped = context.status is Status.STOPPED
                 if (reason := over(context.run, now, self._rows_end, stopped=stopped)) is not None:
-                    await self._end(books, reason)
+                    await self._end(books, control, reason)
                     return
-                groups = 0 if stopped else room(context.run, now, self._rows_end)
-                if groups:
+                groups = room(context.run, now, self._rows_end)
+                if groups and context.status is Status.RUNNING:
                     await self._admit(books, groups)
                 await ledger.follow(NEWS_S)
                 self._hear(await control.more(0.01))
@@ -171,11 +177,25 @@ class Production:
                 continue
             if isinstance(said, PolicyVersion):
                 self._version = said.version
+            elif isinstance(said, Finished):
+                self._finished.add(said.leaf)
 
-    async def _end(self, books: Ledger, reason: str) -> None:
+    async def _end(self, books: Ledger, control: LogReader, reason: str) -> None:
+        """Have the sinks write their final files, then call the run done."""
         for leaf in books.books():
             self._log.info("run over", reason=reason, **leaf._asdict())
-        await self._say(Status.DONE, reason)
+        await self._say(Status.FINISHING, reason)
+        wanted = {leaf.leaf for leaf in books.books()}
+        deadline_s = time.monotonic() + FINISH_S
+        while not wanted <= self._finished and not self._context.draining.is_set():
+            self._hear(await control.more(NEWS_S))
+            if time.monotonic() > deadline_s:
+                silent = ", ".join(sorted(wanted - self._finished))
+                reason = f"{reason}; no word of the final files from {silent}"
+                self._log.error("sinks did not finish", leaves=silent)
+                break
+        if not self._context.draining.is_set():
+            await self._say(Status.DONE, reason)
 
     async def _say(self, status: Status, reason: str) -> None:
         run = self._context.run

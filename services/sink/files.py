@@ -23,7 +23,7 @@ from rollstream.services.sink.parts import Folder, Line, PartFile, read_lines
 from rollstream.shared.bus import ConsumerRebalanceListener, Lost, Writer, start, stop
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import Ended, Outcome
+from rollstream.shared.records import Ended, Finished, Outcome
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
 from rollstream.shared.seen import Seen
@@ -80,7 +80,7 @@ class _Open:
 class FileLeaf:
     """One file leaf of one run, for one attempt.
 
-    `finish` makes the final files from all parts, in a thread, when the run is done.
+    `finish` makes the final files from all parts, in a thread, when every group has ended.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class FileLeaf:
                         self._take(record)
                     await self._flush_due(writer, consumer)
                 await self._flush_all(writer, consumer)
+                await self._end(writer)
             except (KafkaError, TimeoutError) as error:
                 raise Lost(f"{self._topic}: {error or type(error).__name__}") from error
             finally:
                 await stop(consumer)
-        await self._end()
 
     async def alone(self, active: Active) -> None:
         """Work on all partitions while the role is ours, until the run is done."""
@@ -141,7 +141,7 @@ class FileLeaf:
                         self._take(record)
                     await self._flush_due(writer)
                 await self._flush_all(writer)
-        await self._end()
+                await self._end(writer)
 
     @contextlib.asynccontextmanager
     async def _tools(
@@ -158,14 +158,20 @@ class FileLeaf:
 
     @property
     def _over(self) -> bool:
-        return self._context.draining.is_set() or self._context.status is Status.DONE
+        return self._context.ending or self._context.status is Status.FINISHING
 
-    async def _end(self) -> None:
-        """Make the final files, where it is the run and not only this process that ends."""
-        if self._context.status is Status.DONE:
-            await self._files(
-                lambda: self._finish(self._folder.everything(self._partitions))
-            )
+    async def _end(self, writer: Writer) -> None:
+        """Make the final files, where it is the run and not only this process that ends.
+
+        With several members each makes the same ones: who dies in the middle is not missed.
+        """
+        context = self._context
+        if context.draining.is_set() or context.status is not Status.FINISHING:
+            return
+        await self._files(lambda: self._finish(self._folder.everything(self._partitions)))
+        await writer.send(context.topic("control"), 0, Finished(leaf=self._leaf))
+        while not context.ending:
+            await asyncio.sleep(POLL_S)
 
     async def _files(self, work: Callable[[], T]) -> T:
         """Work on files, beside the event loop."""

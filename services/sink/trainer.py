@@ -30,6 +30,7 @@ from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import (
     Acked,
     Ended,
+    Finished,
     Group,
     Offered,
     Outcome,
@@ -179,8 +180,11 @@ class TrainerLeaf:
     # -- reading -------------------------------------------------------------------------------
 
     async def _read(self, data: LogReader) -> None:
-        context = self._context
+        context, told = self._context, False
         while not context.ending:
+            if context.status is Status.FINISHING and not told:
+                await self._told(Finished(leaf=self._leaf))
+                told = True
             context.progress.state = "serving" if self.book.registered else "waiting for a trainer"
             await self._take(await data.more(POLL_S))
             if self._failure is not None:
@@ -241,7 +245,9 @@ class TrainerLeaf:
     @property
     def finished(self) -> bool:
         """Whether nothing will be handed out any more."""
-        over = self.offered_all or self._context.status in (Status.STOPPED, Status.DONE)
+        over = self.offered_all or self._context.status in (
+            Status.STOPPED, Status.FINISHING, Status.DONE
+        )
         return over and self.open_batch is None
 
     async def register(self, starting_step: int) -> None:
@@ -342,7 +348,7 @@ class TrainerLeaf:
     async def _announce(self, version: int) -> None:
         await self._told(PolicyVersion(version=version, epoch=self.book.epoch, implied=True))
 
-    async def _told(self, record: Acked | PolicyVersion) -> None:
+    async def _told(self, record: Acked | Finished | PolicyVersion) -> None:
         """Write to the control topic what changes nothing when it is read back later."""
         offset = await self._active.writer.send(self._active.control_topic, 0, record)
         self.book.apply(offset, record)

@@ -184,10 +184,10 @@ async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
     for answer, cut in zip(answers, cuts, strict=True):
         prompt = answer["prompt_token_ids"]
         for choice in answer["choices"]:
-            own = rows[tuple(prompt + choice["token_ids"])]
-            check_sampled(prompt, choice, own, *cut)
-        if answer["prompt_logprobs"]:
-            check_prompt(prompt, answer["prompt_logprobs"], own, k=3)
+            check_sampled(prompt, choice, rows[tuple(prompt + choice["token_ids"])], *cut)
+    asked_by_student = answers[1]
+    prompt, output = asked_by_student["prompt_token_ids"], sequences[2][1]
+    check_prompt(prompt, asked_by_student["prompt_logprobs"], rows[tuple(prompt + output)], k=3)
     for (prompt, output), answer in zip(sequences, teacher, strict=True):
         scored = answer["choices"][0]["prompt_logprobs"]
         check_prompt(prompt + output, scored, rows[tuple(prompt + output)], k=8)

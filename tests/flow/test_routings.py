@@ -107,12 +107,13 @@ async def _rl_is_aligned(made: Rig, config: RunConfig) -> None:
     for group in groups:
         assert isinstance(group, Distilled)
         assert group.distill_error is None
-        assert sum(s.advantage for s in group.samples) == pytest.approx(0, abs=1e-6)
+        assert sum(s.advantage or 0 for s in group.samples) == pytest.approx(0, abs=1e-6)
         # One sample of each group: the reference takes about a second a sequence.
         sample = group.samples[group.n % group.k]
         assert sample.reward in (0.0, 1.0)
         (sequence,) = sample.sequences
         tokens = unpack(sequence.tokens)
+        assert sequence.logprobs is not None
         mask, logprobs = unpack(sequence.mask).astype(bool), unpack(sequence.logprobs)
         length = len(tokens)
         assert mask.any()

@@ -114,7 +114,7 @@ def pids(tmp_path: Path) -> list[int]:
 
 async def until(condition: Callable[[], object], within_s: float = 60) -> None:
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 (it watches files and processes)
+        while not condition():
             await asyncio.sleep(0.05)
 
 

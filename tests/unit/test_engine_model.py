@@ -175,6 +175,15 @@ def test_mixed_requests_over_shared_prefixes(prefix_cache_bytes: int) -> None:
         assert all(s.cached_tokens == len(s.prompt) - 1 for s in teacher)
 
 
+def test_siblings_that_come_together_compute_their_prompt_once() -> None:
+    engine = Engine(tiny())
+    siblings = [sequence(tokens(30, 1), seed) for seed in range(5)]
+    engine.run(*siblings)
+    assert [s.cached_tokens for s in siblings] == [0, 30, 30, 30, 30]
+    assert engine.widest == 5
+    assert engine.executor.prefix_cache.hit_tokens == 120
+
+
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_company() -> None:
     alone, company = Engine(tiny()), Engine(tiny())
     one, same = sequence(tokens(20, 5), seed=7), sequence(tokens(20, 5), seed=7)
