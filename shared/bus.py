@@ -17,6 +17,7 @@ from aiokafka.errors import KafkaError
 
 from rollstream.shared.assignor import assignor_for
 from rollstream.shared.codec import Format, Headers, encode
+from rollstream.shared.telemetry import inject
 
 SEND_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -113,7 +114,7 @@ class Writer:
         try:
             sent = await asyncio.wait_for(
                 self._producer.send_and_wait(
-                    topic, body, key=key, partition=partition, headers=headers or []
+                    topic, body, key=key, partition=partition, headers=inject(headers or [])
                 ),
                 SEND_TIMEOUT_S,
             )

@@ -15,7 +15,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import start, stop
-from rollstream.shared.codec import Undecodable, decode, header_int, header_text
+from rollstream.shared.codec import Headers, Undecodable, decode, header_int, header_text
 from rollstream.shared.dead_letters import parked_stub, slot_rollout
 from rollstream.shared.groups import Assembler, OpenGroup
 from rollstream.shared.partition import Partition, Verdict
@@ -43,6 +43,7 @@ class Original:
 
     offset: int
     value: bytes
+    headers: Headers
 
 
 @dataclass
@@ -110,14 +111,14 @@ class Intake:
     ) -> Work:
         return Work(
             record.partition, unit, body.k, body,
-            [Original(record.offset, record.value or b"")], output, later=later,
+            [_original(record)], output, later=later,
         )
 
     def _assemble(self, record: ConsumerRecord, unit: Unit, rollout: Rollout) -> list[Work]:
         assembler = self._assembler(record.partition)
         members = assembler.add(
             rollout.n, rollout.i, rollout.k,
-            _Member(rollout, Original(record.offset, record.value or b"")),
+            _Member(rollout, _original(record)),
             timestamp_s=record.timestamp / 1000, size_bytes=len(record.value or b""),
         )
         if members is None:
@@ -170,7 +171,7 @@ class Intake:
     def _evidence(self, machine: Partition, record: ConsumerRecord, reason: str) -> Work:
         """Nobody's slot can be told from it: it is kept, and passed once it is."""
         machine.hold(record.offset, _evidence_unit(record))
-        original = Original(record.offset, record.value or b"")
+        original = _original(record)
         return Work(
             record.partition, _evidence_unit(record), 0, None, [original],
             evidence=Failure("undecodable", reason),
@@ -250,6 +251,10 @@ class Intake:
         finally:
             await stop(admin)
         return {tp.partition: commit.offset for tp, commit in answer.items()}
+
+
+def _original(record: ConsumerRecord) -> Original:
+    return Original(record.offset, record.value or b"", list(record.headers))
 
 
 def _evidence_unit(record: ConsumerRecord) -> Unit:

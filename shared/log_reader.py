@@ -19,6 +19,15 @@ from rollstream.shared.bus import Bus, Lost, start, stop
 POLL_MS = 100
 
 
+class Gone(Lost):
+    """Positions that the log does not reach: deleted before they were read, or another log."""
+
+    def __init__(self, topic: str, partitions: dict[int, int]) -> None:
+        told = ", ".join(f"[{p}] at {offset}" for p, offset in sorted(partitions.items()))
+        super().__init__(f"{topic}: the log does not hold {told}")
+        self.partitions = partitions
+
+
 class LogReader:
     """A reader of some partitions of a topic; use it as an async context manager.
 
@@ -42,12 +51,40 @@ class LogReader:
 
     async def rewind(self) -> None:
         """Go to the first record that each partition still keeps. Raises Lost."""
-        tps = [TopicPartition(self.topic, p) for p in self.position]
+        self.position = await self.first(self.position)
+
+    async def first(self, partitions: Iterable[int]) -> dict[int, int]:
+        """The offset of the first record that each partition still keeps. Raises Lost."""
+        tps = [TopicPartition(self.topic, p) for p in partitions]
         try:
             first = await asyncio.wait_for(self._consumer.beginning_offsets(tps), 30)
         except (KafkaError, TimeoutError) as error:
             raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
-        self.position = {tp.partition: offset for tp, offset in first.items()}
+        return {tp.partition: offset for tp, offset in first.items()}
+
+    async def ends(self, timeout_s: float) -> dict[int, int]:
+        """The high water of each partition, as a fetch from `position` reports it. Raises Lost."""
+        deadline = time.monotonic() + timeout_s
+        position = dict(self.position)
+        tps = self._assign()
+        ends: dict[int, int] = {}
+        while len(ends) < len(tps):
+            if time.monotonic() > deadline:
+                raise Lost(f"{self.topic}: its end was not told within {timeout_s:g} s")
+            await self._get(tps)
+            for tp in tps:
+                if (high := self._consumer.highwater(tp)) is not None:
+                    ends[tp.partition] = high
+        self.position = position
+        return ends
+
+    def _assign(self) -> list[TopicPartition]:
+        """Start from `position`; only a new assignment forgets an earlier read's high water."""
+        tps = [TopicPartition(self.topic, p) for p in self.position]
+        self._consumer.assign(tps)
+        for tp in tps:
+            self._consumer.seek(tp, self.position[tp.partition])
+        return tps
 
     async def to_end(self, timeout_s: float) -> AsyncIterator[list[ConsumerRecord]]:
         """Records from `position` on, until everything is read that was written before the call.
@@ -55,11 +92,7 @@ class LogReader:
         Raises Lost after `timeout_s`, and where a position is outside of the log.
         """
         deadline = time.monotonic() + timeout_s
-        tps = [TopicPartition(self.topic, p) for p in self.position]
-        # Only a new assignment forgets the high water that an earlier read saw.
-        self._consumer.assign(tps)
-        for tp in tps:
-            self._consumer.seek(tp, self.position[tp.partition])
+        tps = self._assign()
         pending, ends = set(tps), {}
         while pending:
             if time.monotonic() > deadline:
@@ -89,7 +122,8 @@ class LogReader:
             async with asyncio.timeout(timeout_ms / 1000 + 30):
                 got = await self._consumer.getmany(*tps, timeout_ms=timeout_ms)
         except OffsetOutOfRangeError as error:
-            raise Lost(f"{self.topic}: the log no longer holds {error.args[0]}") from error
+            told = {tp.partition: offset for tp, offset in error.args[0].items()}
+            raise Gone(self.topic, told) from error
         except (KafkaError, TimeoutError) as error:
             raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
         for tp in tps:
@@ -101,4 +135,4 @@ class LogReader:
         position = self.position[tp.partition]
         later = self._consumer.highwater(tp) or end
         if position > max(end, later):
-            raise Lost(f"{self.topic}[{tp.partition}]: position {position} is beyond {end}")
+            raise Gone(self.topic, {tp.partition: position})

@@ -33,6 +33,7 @@ from rollstream.shared.bus import Bus, ConsumerRebalanceListener, Lost, Writer, 
 from rollstream.shared.codec import header_int, header_text
 from rollstream.shared.frontier import decode_hint, encode_hint
 from rollstream.shared.intake import Intake, Work
+from rollstream.shared.metrics import COMMIT_LAG, GROUPS_OPEN, IN_FLIGHT, Metrics
 from rollstream.shared.output_tail import read_to_end
 from rollstream.shared.partition import Partition
 from rollstream.shared.records import Kind
@@ -81,6 +82,12 @@ class StageLoop:
         self._wake = asyncio.Event()
         self._committed_at_s = 0.0
         self._later_checked_s = 0.0
+        self._metrics = Metrics(context.run.pipeline, context.route.instance)
+        self._gauges = [
+            self._metrics.gauge(IN_FLIGHT, lambda: len(self._tasks)),
+            self._metrics.gauge(GROUPS_OPEN, lambda: self._intake.open_groups),
+            self._metrics.gauge(COMMIT_LAG, self._uncommitted, topic=self._in_topic),
+        ]
         self._log = structlog.get_logger().bind(
             run=context.run.run, stage=context.route.instance, topic=self._in_topic
         )
@@ -145,6 +152,7 @@ class StageLoop:
             machine = self._machines.get(tp.partition)
             if machine is None or self._assigned is not None:
                 continue
+            self._metrics.consumed(self._in_topic, len(records))
             for record in records:
                 self._take(machine, record)
         now_s = time.time()
@@ -280,23 +288,23 @@ class StageLoop:
     async def _read_tail(self, machines: dict[int, Partition]) -> None:
         """Mark as done what the stage's own output holds (rule 7)."""
 
-        def take(tp: TopicPartition, record: ConsumerRecord) -> None:
+        def take(record: ConsumerRecord) -> None:
             headers = list(record.headers)
             n, k = header_int(headers, "rs-group"), header_int(headers, "rs-k")
             if n is None or k is None:
                 return
             unit = Unit(n, header_int(headers, "rs-sample"))
             parked = header_text(headers, "rs-kind") == Kind.PARKED
-            machines[tp.partition].found(unit, k, record.offset, parked=parked)
+            machines[record.partition].found(unit, k, record.offset, parked=parked)
 
-        def out_of_range(tp: TopicPartition) -> None:
+        def gone(partition: int) -> None:
             self._log.error(
-                "output position is gone, reading from the start", topic=tp.topic,
-                partition=tp.partition, position=machines[tp.partition].out_position,
+                "output position is gone, reading from the start", topic=self._out_topic,
+                partition=partition, position=machines[partition].out_position,
             )
 
-        starts = {TopicPartition(self._out_topic, p): m.out_position for p, m in machines.items()}
-        await read_to_end(self._bus, starts, take, out_of_range=out_of_range)
+        starts = {p: machine.out_position for p, machine in machines.items()}
+        await read_to_end(self._bus, self._out_topic, starts, take, gone=gone)
 
     async def _out_of_range(
         self, consumer: AIOKafkaConsumer, error: OffsetOutOfRangeError
@@ -369,6 +377,10 @@ class StageLoop:
             if (work.partition, work.unit) not in self._tasks:
                 self._ready.append(work)
 
+    def _uncommitted(self) -> float:
+        """Records that were read and are not done."""
+        return sum(machine.open_offsets for machine in self._machines.values())
+
     def _report(self) -> None:
         progress = self._context.progress
         progress.in_flight = len(self._tasks)
@@ -377,6 +389,8 @@ class StageLoop:
         progress.state = "working" if self._machines else "standby"
 
     async def _end(self, consumer: AIOKafkaConsumer, writer: Writer) -> None:
+        for unregister in self._gauges:
+            unregister()
         for task in list(self._tasks.values()):
             task.cancel()
         if self._tasks:

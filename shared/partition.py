@@ -139,6 +139,11 @@ class Partition:
         """The last commit did not arrive: offer it again."""
         self._last_commit = None
 
+    @property
+    def open_offsets(self) -> int:
+        """Records that were read and are not done."""
+        return len(self._frontier)
+
     def __len__(self) -> int:
         """Units in flight."""
         return len(self._in_flight)

@@ -28,6 +28,7 @@ from rollstream.shared.attendance import Attendance
 from rollstream.shared.brokers.connection import check, client_options
 from rollstream.shared.bus import Bus, Lost, start, stop
 from rollstream.shared.health import Health, HealthServer, beat_event_loop, exit_when_stuck
+from rollstream.shared.metrics import configure_metrics
 from rollstream.shared.routes import SIGNATURES
 from rollstream.shared.service import Service, load
 from rollstream.shared.settings import BROKERS_VARIABLE, ServiceSettings, load_settings
@@ -61,6 +62,7 @@ def main(name: str, argv: Sequence[str] | None = None) -> int:
             _end_with_parent()
         telemetry.configure_logging(name, settings.log_level)
         telemetry.configure_tracing(name)
+        configure_metrics(name)
         service = load(name, settings)
         return asyncio.run(_Process(name, service, settings).run(check_only=given["check"]))
     except (config.ConfigError, ModuleNotFoundError) as error:

@@ -12,6 +12,9 @@ from rollstream.shared.brokers.connection import Security
 from rollstream.shared.config import ConfigError, resolve
 from rollstream.shared.inference.endpoints import Endpoint, normalise
 
+DEFAULT_ENDPOINT = "http://localhost:9001/v1"
+"""Where the endpoint `default` is unless settings say otherwise."""
+
 BROKERS_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
 
 
@@ -63,6 +66,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
             return self.endpoints[name]
         if "://" in name:
             return Endpoint(name=name, url=name)
+        if name == "default":
+            return Endpoint(name=name, url=DEFAULT_ENDPOINT)
         known = ", ".join(sorted(self.endpoints)) or "none"
         raise ConfigError("endpoint", name, f"add [endpoints.{name}] with a url (known: {known})")
 

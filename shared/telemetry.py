@@ -68,6 +68,8 @@ def configure_logging(service: str, level: str = "info", json: bool | None = Non
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # The client tells of every subscription and assignment at info; ours says it once.
+    logging.getLogger("aiokafka").setLevel("DEBUG" if level == "debug" else "WARNING")
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -14,6 +14,7 @@ from rollstream.shared.bus import Writer
 from rollstream.shared.codec import Format
 from rollstream.shared.dead_letters import FailureRun, failed_rollout, parked_group
 from rollstream.shared.intake import Original, Work
+from rollstream.shared.metrics import Metrics
 from rollstream.shared.records import (
     DeadLetter,
     Distilled,
@@ -27,6 +28,7 @@ from rollstream.shared.records import (
 from rollstream.shared.runs import Status
 from rollstream.shared.service import RunContext
 from rollstream.shared.step import Batcher, Each, Step, perform
+from rollstream.shared.telemetry import log_record, process_span
 
 
 class Ended(NamedTuple):
@@ -50,6 +52,7 @@ class Worker:
         self._failures = FailureRun()
         self._out_topic = context.topic(context.route.output or "")
         self._format: Format = "msgpack" if produces is Distilled else "json"
+        self._metrics = Metrics(context.run.pipeline, context.route.instance)
         self._log = structlog.get_logger().bind(
             run=context.run.run, stage=context.route.instance
         )
@@ -59,6 +62,14 @@ class Worker:
 
         Raises Lost, Blocked and TooManyFailures: the attempt at the run is over.
         """
+        first = work.originals[0]
+        topic = self._context.topic(self._context.route.input or "")
+        with process_span(
+            topic, work.partition, first.offset, first.headers, group=self._context.group
+        ):
+            return await self._perform(work)
+
+    async def _perform(self, work: Work) -> Ended:
         started_s = time.monotonic()
         if work.evidence is not None:
             await self._dead_letter(work, work.evidence)
@@ -72,11 +83,27 @@ class Worker:
             format=self._format,
         )
         parked = isinstance(record, Group) and record.kind is Kind.PARKED
-        self._log.debug(
-            "record", partition=work.partition, n=work.unit.n, i=work.unit.i, offset=offset,
-            duration_s=round(time.monotonic() - started_s, 4), outcome=_outcome(record),
+        self._count(record, time.monotonic() - started_s)
+        log_record(
+            stage=self._context.route.instance, topic=self._out_topic, partition=work.partition,
+            offset=offset, run=record.run, group=record.n, sample=work.unit.i,
+            duration_s=time.monotonic() - started_s, outcome=_outcome(record),
         )
         return Ended(offset, parked)
+
+    def _count(self, record: Rollout | Group, seconds: float) -> None:
+        metrics = self._metrics
+        metrics.produced(self._out_topic)
+        if isinstance(record, Rollout):
+            metrics.step(record.stop, seconds)
+            metrics.tokens("prompt", record.usage.prompt_tokens)
+            metrics.tokens("completion", record.usage.completion_tokens)
+            metrics.tokens("cached", record.usage.cached_tokens)
+            return
+        metrics.step(record.kind, seconds)
+        for sample in record.samples:
+            if sample.reward is not None and record.kind is Kind.SCORED:
+                metrics.reward(record.env.id, sample.reward)
 
     async def _record(self, work: Work) -> Rollout | Group:
         given = work.given
@@ -116,6 +143,7 @@ class Worker:
                 ("dlq.topic", letter.topic.encode()), ("dlq.offset", str(first.offset).encode()),
             ],
         )
+        self._metrics.failed(letter.topic, failure.type)
         self._log.warning("dead letter", n=work.unit.n, error=failure.type, detail=failure.message)
 
 
