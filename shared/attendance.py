@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from rollstream.shared.bus import Bus, Lost, Writer
+from rollstream.shared.dead_letters import TooManyFailures
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import Answer
 from rollstream.shared.routes import Route
@@ -23,20 +24,23 @@ from rollstream.shared.topics import control_topic, runs_topic
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FOLLOW_S = 0.5
-END_S = 90.0
+CLEAN_UP_S = 30.0
+"""After the grace: last commits, and clients that may hang while they are closed."""
 
 
 class Attendance:
     """Answers proposals and keeps one task for each (run, stage instance) that is live."""
 
     def __init__(
-        self, service: Service, bus: Bus, prefix: str, *, run: str = "", instance: str = ""
+        self, service: Service, bus: Bus, prefix: str, *, run: str = "", instance: str = "",
+        drain_s: float = 60.0,
     ) -> None:
         self._service = service
         self._bus = bus
         self._topic = runs_topic(prefix)
         self._prefix = prefix
         self._only_run = run
+        self._drain_s = drain_s
         self._only_instance = instance
         self._registry = Registry()
         self._contexts: dict[tuple[str, str], RunContext] = {}
@@ -69,7 +73,7 @@ class Attendance:
             context.draining.set()
         tasks = [*self._tasks.values(), *self._answers]
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=END_S)
+            _, late = await asyncio.wait(tasks, timeout=self._drain_s + CLEAN_UP_S)
             for task in late:
                 task.cancel()
             if late:
@@ -124,7 +128,9 @@ class Attendance:
         if context is None:
             if run.status is Status.DONE or run.config is None:
                 return
-            context = self._contexts[key] = RunContext(run.config, route, self._bus)
+            context = self._contexts[key] = RunContext(
+                run.config, route, self._bus, drain_s=self._drain_s
+            )
         if run.status is not None and context.status is not run.status:
             context.status = run.status
             context.changed.set()
@@ -144,6 +150,12 @@ class Attendance:
                 return
             except asyncio.CancelledError:
                 raise
+            except TooManyFailures as error:
+                context.progress.state = "blocked"
+                context.progress.last_error = str(error)
+                self._log.error("run blocked", run=context.run.run,
+                                stage=context.route.instance, error=str(error))
+                await self._until_told(context)
             except Exception as error:
                 context.progress.state = "retrying"
                 context.progress.last_error = str(error) or type(error).__name__
@@ -161,6 +173,16 @@ class Attendance:
                 return
             except TimeoutError:
                 pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+
+    async def _until_told(self, context: RunContext) -> None:
+        """Wait for somebody to look: `runs pause` and `resume`, or the end of this process."""
+        context.changed.clear()
+        waits = [asyncio.ensure_future(e.wait()) for e in (context.changed, context.draining)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     # -- proposals --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 
 from rollstream.shared.assignor import assignor_for
 from rollstream.shared.codec import Format, Headers, encode
@@ -26,6 +26,10 @@ MAX_REQUEST_BYTES = 4 * 1024 * 1024
 
 class Lost(Exception):
     """"Not mine any more": this attempt at the run is over, the next starts through the log."""
+
+
+class TooLarge(Exception):
+    """The record is bigger than a topic takes: sending it again would not help."""
 
 
 class Bus:
@@ -99,7 +103,7 @@ class Writer:
         """The record's offset, once it is acknowledged.
 
         Raises Lost where the send failed or took too long: what became of it is not known, so the
-        attempt has to start again and look (`delivery.md` rule 25).
+        attempt has to start again and look (`delivery.md` rule 25). Raises TooLarge.
         """
         body, own_headers = encode(record, format)
         return await self.send_bytes(
@@ -110,7 +114,7 @@ class Writer:
         self, topic: str, partition: int, key: bytes, body: bytes | None,
         headers: Headers | None = None,
     ) -> int:
-        """Bytes as they are. Raises Lost."""
+        """Bytes as they are. Raises Lost and TooLarge."""
         try:
             sent = await asyncio.wait_for(
                 self._producer.send_and_wait(
@@ -118,6 +122,9 @@ class Writer:
                 ),
                 SEND_TIMEOUT_S,
             )
+        except MessageSizeTooLargeError as error:
+            size = len(body or b"")
+            raise TooLarge(f"{size} bytes are more than {topic} takes") from error
         except (KafkaError, TimeoutError) as error:
             raise Lost(f"could not write to {topic}: {error or type(error).__name__}") from error
         return sent.offset
@@ -144,4 +151,4 @@ async def stop(client: Any) -> None:
         pass
 
 
-__all__ = ["Bus", "ConsumerRebalanceListener", "Lost", "Writer", "start", "stop"]
+__all__ = ["Bus", "ConsumerRebalanceListener", "Lost", "TooLarge", "Writer", "start", "stop"]

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
+import re
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
 S = TypeVar("S", bound=msgspec.Struct)
 VARIABLE_PREFIX = "ROLLSTREAM_"
+LARGEST_FILE_BYTES = 1024 * 1024
+LONGEST_SHOWN = 200
+_FOREIGN_VARIABLE = re.compile(r".*_(UID|GID|SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+)")
+"""Not ours though they begin alike: docker-compose.yml's, and Kubernetes' for a Service."""
+_SECRET = re.compile(r"api.?key|password|secret", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
@@ -28,7 +35,11 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         shown = value if isinstance(value, str) else repr(value)
-        super().__init__(f"{field} = {shown}: {fix}")
+        if len(shown) > LONGEST_SHOWN:
+            shown = shown[:LONGEST_SHOWN] + "..."
+        line = " ".join(f"{field} = {shown}: {fix}".split())
+        # A byte that is no text, as a shell may pass it, can be printed nowhere.
+        super().__init__(line.encode(errors="replace").decode())
         self.field = field
 
 
@@ -91,6 +102,21 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
     return msgspec.NODEFAULT
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are a ConfigError, one line like every other."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        found = re.match(r"argument (.*?): (.*)", message, re.DOTALL)
+        field, what = found.groups() if found else ("arguments", message)
+        if "expected" in what or "required" in what:
+            raise ConfigError(field, "(not given)", f"{what}, see {self.prog} --help")
+        raise ConfigError(field, "?", f"{what}; see {self.prog} --help")
+
+
 def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct]) -> None:
     """Give the parser one flag for each field of the Struct."""
     for setting in settings_of(struct):
@@ -110,32 +136,58 @@ def _metavar(setting: Setting) -> str:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """The flags that were given, by destination.
+    """The arguments that were given, by destination.
 
-    Raises ConfigError for an unknown one, with the nearest that exists.
+    Raises ConfigError for an unknown flag, with the nearest that exists.
     """
     found, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        name, _, value = unknown[0].partition("=")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
-        raise ConfigError(name, value or (unknown[1] if unknown[1:] else "?"),
-                          f"no such flag; {hint}")
-    return vars(found)
+    if not unknown:
+        return vars(found)
+    name, _, value = unknown[0].partition("=")
+    if not name.startswith("-"):
+        raise ConfigError("argument", name, f"no such argument; see {parser.prog} --help")
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+    shown = value or (unknown[1] if unknown[1:] else "?")
+    raise ConfigError(name, "?" if _SECRET.search(name) else shown, f"no such flag; {hint}")
 
 
 def read_file(path: str | Path | None) -> dict[str, Any]:
     """A TOML file as a dict; nothing where no path is given.
 
-    Raises ConfigError where it can't be read.
+    Raises ConfigError where it can't be read, or is larger than any settings are.
     """
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        with Path(path).open("rb") as file:
+            body = file.read(LARGEST_FILE_BYTES + 1)
+        if len(body) > LARGEST_FILE_BYTES:
+            raise ValueError(f"it is larger than {LARGEST_FILE_BYTES} bytes")
+        return tomllib.loads(body.decode())
+    except RecursionError as error:
+        raise ConfigError("--config", str(path), "give a TOML file less deeply nested") from error
+    except (OSError, ValueError) as error:
         raise ConfigError("--config", str(path), f"give a readable TOML file ({error})") from error
+
+
+def section(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One `[name]` table of a file, empty where it is not there. Raises ConfigError."""
+    found = table.get(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(name, found, f"write it as a table [{name}]")
+    return dict(found)
+
+
+def check_variables(known: Sequence[type[msgspec.Struct]], variables: Mapping[str, str]) -> None:
+    """Refuse a variable `ROLLSTREAM_...` that is no field of these Structs. Raises ConfigError."""
+    names = {setting.variable for struct in known for setting in settings_of(struct)}
+    for name in variables:
+        if not name.startswith(VARIABLE_PREFIX) or name in names:
+            continue
+        if not _FOREIGN_VARIABLE.fullmatch(name):
+            raise unknown_key(name, sorted(names))
 
 
 def resolve(
@@ -161,10 +213,40 @@ def resolve(
         if (given := (flags or {}).get(setting.name)) is not None:
             _put(values, setting, parse(setting, given, setting.flag))
             sources[setting.name] = setting.flag
+    for setting in settings:
+        _check_inside(setting, values, sources)
     try:
         return msgspec.convert(values, struct)
     except msgspec.ValidationError as error:
         raise _explained(struct, error, values, sources) from error
+
+
+def _check_inside(setting: Setting, values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Refuse what msgspec lets pass: numbers that JSON can't carry, keys that no Struct has."""
+    value: Any = values
+    for part in setting.path:
+        value = value.get(part) if isinstance(value, dict) else None
+    source = sources.get(setting.name, setting.name)
+    source = setting.name if source == "file" else source
+    if (isinstance(value, float) and not math.isfinite(value)) or (
+        isinstance(value, int) and not -(2**63) <= value < 2**63
+    ):
+        raise ConfigError(source, value, "give a finite number of at most 64 bits")
+    inner, _ = _peel(setting.type)
+    struct = next((
+        a for a in typing.get_args(inner)
+        if isinstance(a, type) and issubclass(a, msgspec.Struct)
+    ), None)
+    if struct is None:
+        return
+    known = [field.encode_name for field in msgspec.structs.fields(struct)]
+    entries = value.items() if isinstance(value, dict) else enumerate(value or ())
+    for at, entry in entries:
+        for key in entry if isinstance(entry, dict) else ():
+            if key not in known:
+                raise unknown_key(
+                    f"{source}.{at}.{key}", [f"{source}.{at}.{name}" for name in known]
+                )
 
 
 def _take_table(
@@ -208,7 +290,7 @@ def parse(setting: Setting, given: Any, source: str) -> Any:
                 return [part.strip() for part in given.split(",") if part.strip()]
             return msgspec.json.decode(given)
         return msgspec.convert(given, inner, strict=False)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         wanted = "JSON" if inner is dict or typing.get_origin(inner) is dict else _metavar(setting)
         raise ConfigError(source, given, f"give {wanted.lower()} ({error})") from error
 

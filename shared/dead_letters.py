@@ -8,6 +8,8 @@ row stop the run's loop instead: a bad deploy must not drain a topic into the de
 
 from __future__ import annotations
 
+import msgspec
+
 from rollstream.shared.codec import Headers, header_int, header_text
 from rollstream.shared.records import (
     EnvRef,
@@ -78,6 +80,17 @@ def parked_stub(kind: type[G], run: RunConfig, headers: Headers, n: int, reason:
 
 def _env(headers: Headers) -> EnvRef:
     return EnvRef(id=header_text(headers, "rs-env") or "")
+
+
+def without_bodies(record: Rollout | Group, failure: Failure) -> Rollout | Group:
+    """What is left of an output that no topic takes: an errored rollout, a dropped group."""
+    if isinstance(record, Rollout):
+        return msgspec.structs.replace(
+            record, stop=Stop.ERROR, error=failure, sequences=[], completion=[], state={}
+        )
+    return msgspec.structs.replace(
+        record, kind=Kind.DROPPED, reason=failure.type, detail=failure.message, samples=[]
+    )
 
 
 def parked_group(kind: type[G], source: Rollout | Group, failure: Failure) -> G:

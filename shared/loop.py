@@ -30,24 +30,21 @@ from aiokafka.errors import (
 )
 
 from rollstream.shared.bus import Bus, ConsumerRebalanceListener, Lost, Writer, start, stop
-from rollstream.shared.codec import header_int, header_text
-from rollstream.shared.frontier import decode_hint, encode_hint
+from rollstream.shared.frontier import encode_hint
 from rollstream.shared.intake import Intake, Work
 from rollstream.shared.metrics import COMMIT_LAG, GROUPS_OPEN, IN_FLIGHT, Metrics
-from rollstream.shared.output_tail import read_to_end
 from rollstream.shared.partition import Partition
-from rollstream.shared.records import Kind
 from rollstream.shared.runs import Status
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
 from rollstream.shared.step import Step
+from rollstream.shared.takeover import machines_from_commits, read_own_output
 from rollstream.shared.worker import Worker
 
 COMMIT_EVERY_S = 0.5
 COMMIT_TIMEOUT_S = 10.0
 REVOKE_COMMIT_TIMEOUT_S = 5.0
 POLL_MS = 200
-DRAIN_S = 60.0
 LATER_CHECK_S = 5.0
 HANDOVER_S = 60.0
 """How long a partition's old owner may go on finishing what it had when it lost it (rule 9)."""
@@ -71,7 +68,6 @@ class StageLoop:
         self._bus: Bus = context.bus
         self._step = step
         self._in_topic = context.topic(context.route.input)
-        self._out_topic = context.topic(context.route.output)
         self._intake = Intake(context, step, produces)
         self._machines: dict[int, Partition] = {}
         self._ready: deque[Work] = deque()
@@ -116,7 +112,8 @@ class StageLoop:
                 self._dispatch()
             if self._context.ending:
                 draining_since_s = draining_since_s or time.monotonic()
-                if not self._tasks or time.monotonic() - draining_since_s > DRAIN_S:
+                waited_s = time.monotonic() - draining_since_s
+                if not self._tasks or waited_s > self._context.drain_s:
                     await self._commit(consumer)
                     return
                 await self._pause()
@@ -239,17 +236,10 @@ class StageLoop:
         self._ready.clear()
         self._later.clear()
         self._intake.forget()
-        committed = await self._read_commits(partitions)
-        machines = {
-            p: Partition(
-                self._context.run.partitions,
-                committed=committed[p][0], hint=decode_hint(committed[p][1]),
-            )
-            for p in partitions
-        }
+        machines = await machines_from_commits(self._context, partitions)
         # From here on, tasks that finish are told to the new machines.
         self._machines = machines
-        await self._read_tail(machines)
+        await read_own_output(self._context, machines)
         if self._assigned is not None:
             return
         for p, machine in machines.items():
@@ -264,47 +254,6 @@ class StageLoop:
             "assigned", partitions=sorted(machines), adopted=len(self._tasks),
             offsets={p: m.next_offset for p, m in machines.items()},
         )
-
-    async def _read_commits(self, partitions: set[int]) -> dict[int, tuple[int | None, str]]:
-        if not partitions:
-            return {}
-        admin = self._bus.admin()
-        await start(admin)
-        try:
-            tps = [TopicPartition(self._in_topic, p) for p in partitions]
-            answer = await asyncio.wait_for(
-                admin.list_consumer_group_offsets(self._context.group, partitions=tps), 30
-            )
-        except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not read commits of {self._context.group}: {error}") from error
-        finally:
-            await stop(admin)
-        found: dict[int, tuple[int | None, str]] = dict.fromkeys(partitions, (None, ""))
-        for tp, commit in answer.items():
-            if commit.offset >= 0:
-                found[tp.partition] = (commit.offset, commit.metadata)
-        return found
-
-    async def _read_tail(self, machines: dict[int, Partition]) -> None:
-        """Mark as done what the stage's own output holds (rule 7)."""
-
-        def take(record: ConsumerRecord) -> None:
-            headers = list(record.headers)
-            n, k = header_int(headers, "rs-group"), header_int(headers, "rs-k")
-            if n is None or k is None:
-                return
-            unit = Unit(n, header_int(headers, "rs-sample"))
-            parked = header_text(headers, "rs-kind") == Kind.PARKED
-            machines[record.partition].found(unit, k, record.offset, parked=parked)
-
-        def gone(partition: int) -> None:
-            self._log.error(
-                "output position is gone, reading from the start", topic=self._out_topic,
-                partition=partition, position=machines[partition].out_position,
-            )
-
-        starts = {p: machine.out_position for p, machine in machines.items()}
-        await read_to_end(self._bus, self._out_topic, starts, take, gone=gone)
 
     async def _out_of_range(
         self, consumer: AIOKafkaConsumer, error: OffsetOutOfRangeError
@@ -356,7 +305,7 @@ class StageLoop:
             waiting.work.partition: self._machines[waiting.work.partition]
             for waiting in self._later if waiting.work.partition in self._machines
         }
-        await self._read_tail(concerned)
+        await read_own_output(self._context, concerned)
         handover_s = min(HANDOVER_S, self._context.run.deadlines.sample_s)
         still: deque[_Waiting] = deque()
         for waiting in self._later:

@@ -116,7 +116,8 @@ class _Process:
         )
         await self._ensure_runs_topic(bus)
         attendance = Attendance(
-            self._service, bus, settings.prefix, run=settings.run, instance=settings.instance
+            self._service, bus, settings.prefix, run=settings.run, instance=settings.instance,
+            drain_s=settings.drain_s,
         )
         return await self._attend(attendance, options)
 
@@ -204,7 +205,7 @@ async def _report(health: Health, attendance: Attendance) -> None:
         health.set_ready("runs", attendance.caught_up, "reading the runs topic")
         retrying = [
             f"{c.run.run}/{c.route.instance}: {c.progress.last_error}"
-            for c in attendance.contexts if c.progress.state == "retrying"
+            for c in attendance.contexts if c.progress.state in ("retrying", "blocked")
         ]
         health.set_ready("attendance", not retrying, "; ".join(retrying))
         await asyncio.sleep(0.5)

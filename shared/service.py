@@ -40,6 +40,8 @@ class RunContext:
     run: RunConfig
     route: Route
     bus: Bus
+    drain_s: float = 60.0
+    """The grace: how long work in flight may go on when the process is asked to end."""
     progress: Progress = field(default_factory=Progress)
     status: Status = Status.RUNNING
     """Follows the runs topic; `stopped` means: end what is open as cancelled."""

@@ -10,9 +10,14 @@ from typing import NamedTuple
 
 import structlog
 
-from rollstream.shared.bus import Writer
+from rollstream.shared.bus import TooLarge, Writer
 from rollstream.shared.codec import Format
-from rollstream.shared.dead_letters import FailureRun, failed_rollout, parked_group
+from rollstream.shared.dead_letters import (
+    FailureRun,
+    failed_rollout,
+    parked_group,
+    without_bodies,
+)
 from rollstream.shared.intake import Original, Work
 from rollstream.shared.metrics import Metrics
 from rollstream.shared.records import (
@@ -78,10 +83,11 @@ class Worker:
         record = work.output
         if record is None:
             record = await self._record(work)
-        offset = await self._writer.send(
-            self._out_topic, work.partition, record, key=f"{record.run}/{record.n}",
-            format=self._format,
-        )
+        try:
+            offset = await self._send(work, record)
+        except TooLarge as error:
+            record = without_bodies(record, Failure("too_large", str(error)))
+            offset = await self._send(work, record)
         parked = isinstance(record, Group) and record.kind is Kind.PARKED
         self._count(record, time.monotonic() - started_s)
         log_record(
@@ -90,6 +96,12 @@ class Worker:
             duration_s=time.monotonic() - started_s, outcome=_outcome(record),
         )
         return Ended(offset, parked)
+
+    async def _send(self, work: Work, record: Rollout | Group) -> int:
+        return await self._writer.send(
+            self._out_topic, work.partition, record, key=f"{record.run}/{record.n}",
+            format=self._format,
+        )
 
     def _count(self, record: Rollout | Group, seconds: float) -> None:
         metrics = self._metrics
@@ -127,7 +139,10 @@ class Worker:
         return parked_group(self._produces, source, output)
 
     async def _dead_letter(self, work: Work, failure: Failure) -> None:
-        """Keep the input's bytes, acknowledged before anything is said downstream."""
+        """Keep the input's bytes, acknowledged before anything is said downstream.
+
+        Where they are more than the topic takes, the letter says where they lie.
+        """
         first: Original = work.originals[0]
         letter = DeadLetter(
             run=self._context.run.run, pipeline=self._context.run.pipeline,
@@ -136,13 +151,16 @@ class Worker:
             partition=work.partition, offset=first.offset, error=failure,
             originals=[original.value for original in work.originals],
         )
-        await self._writer.send(
-            self._context.topic("dlq"), work.partition, letter, key=f"{letter.run}/{letter.n}",
-            headers=[
-                ("dlq.stage", letter.stage.encode()), ("dlq.error", failure.type.encode()),
-                ("dlq.topic", letter.topic.encode()), ("dlq.offset", str(first.offset).encode()),
-            ],
-        )
+        headers = [
+            ("dlq.stage", letter.stage.encode()), ("dlq.error", failure.type.encode()),
+            ("dlq.topic", letter.topic.encode()), ("dlq.offset", str(first.offset).encode()),
+        ]
+        topic, key = self._context.topic("dlq"), f"{letter.run}/{letter.n}"
+        try:
+            await self._writer.send(topic, work.partition, letter, key=key, headers=headers)
+        except TooLarge:
+            letter.originals = []
+            await self._writer.send(topic, work.partition, letter, key=key, headers=headers)
         self._metrics.failed(letter.topic, failure.type)
         self._log.warning("dead letter", n=work.unit.n, error=failure.type, detail=failure.message)
 

@@ -184,8 +184,10 @@ async def _services(
     if stack.endpoint:
         endpoint = {"default": {"name": "default", "url": stack.endpoint}}
         flags += ["--endpoints", json.dumps(endpoint)]
+    flags += ["--drain-s", "5"]
     if stack.kind == "embedded":
-        flags += ["--broker-lost-s", "8"]
+        # It waits half a session timeout at each join.
+        flags += ["--broker-lost-s", "8", "--session-timeout-ms", "6000"]
     for name in SERVICES:
         await children.start(service_child(name, folder, environment, *flags))
     print(f"services: {', '.join(reversed(SERVICES))} (logs in {folder / 'logs'})", flush=True)

@@ -23,7 +23,7 @@ import yaml
 from rollstream.services.cli.__main__ import main
 from rollstream.services.cli.run_settings import RunSettings, load_run_settings
 from rollstream.services.engine import options as engine
-from rollstream.shared.attendance import END_S
+from rollstream.shared.attendance import CLEAN_UP_S
 from rollstream.shared.config import settings_of
 from rollstream.shared.service import RunContext
 from rollstream.shared.settings import BROKERS_VARIABLE, ServiceSettings, load_settings
@@ -113,7 +113,7 @@ def test_compose_starts_each_service_with_settings_that_exist(name, monkeypatch,
     compile(container["healthcheck"]["test"][-1], "healthcheck", "exec")
     assert container["depends_on"]["kafka"] == {"condition": "service_healthy"}
     assert f"./docker/rollstream.toml:{CONFIG}:ro" in container["volumes"]
-    assert float(container["stop_grace_period"].removesuffix("s")) > END_S + 35
+    assert float(container["stop_grace_period"].removesuffix("s")) > ServiceSettings().drain_s + CLEAN_UP_S + 35
 
 
 def test_compose_starts_the_engine_where_the_services_look_for_it():
@@ -275,7 +275,7 @@ def test_rendered_services_start_with_settings_that_exist(
         assert settings["brokers"]
         assert settings["startup_wait_s"] == 900
         check_probes(container, settings)
-        assert spec["terminationGracePeriodSeconds"] > END_S + 35
+        assert spec["terminationGracePeriodSeconds"] > ServiceSettings().drain_s + CLEAN_UP_S + 35
         table = tomllib.loads(config.read_text())
         assert load_run_settings("rl", table, {}, variables).sink.host == "0.0.0.0"
 

@@ -1,0 +1,62 @@
+"""One engine with the real model and one with a script, for all contract tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from engine_server import Client, Server
+
+from rollstream.services.engine.convert import ModelNotFound, default_cache, locate, prepare
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    try:
+        return prepare(locate("smollm2"), default_cache())
+    except ModelNotFound as error:
+        pytest.skip(f"smollm2 {error}")
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path) -> Iterator[Server]:
+    running = Server()
+    yield running
+    assert running.stop() == 0
+
+
+async def client_of(server: Server) -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        yield Client(session, server.url)
+
+
+@pytest_asyncio.fixture
+async def engine(server: Server) -> AsyncIterator[Client]:
+    async for client in client_of(server):
+        yield client
+
+
+@pytest.fixture(scope="session")
+def scripted_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    script = tmp_path_factory.mktemp("script") / "script.jsonl"
+    lines = [
+        {"match": "sum", "text": "it is 7"}, {"match": "sum", "text": "it is 8"},
+        {"match": "broken", "status": 500, "message": "out of order"},
+        {"match": "slow", "text": "late", "delay_s": 0.3}, {"text": "well " * 50},
+    ]
+    script.write_text("\n".join(map(json.dumps, lines)))
+    running = Server("--script", str(script))
+    yield running
+    assert running.stop() == 0
+
+
+@pytest_asyncio.fixture
+async def scripted(scripted_server: Server) -> AsyncIterator[Client]:
+    async for client in client_of(scripted_server):
+        yield client
