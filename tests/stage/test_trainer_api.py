@@ -29,6 +29,7 @@ from rollstream.shared.client import TrainerClient
 from rollstream.shared.records import Acked, Kind, Offered, PolicyVersion
 from rollstream.shared.runs import Refusal, Status
 
+
 async def test_an_unchanged_client_gets_one_batch_a_round_and_acknowledges_by_asking_again(
     broker: str, prefix: str, tmp_path: Path
 ) -> None:

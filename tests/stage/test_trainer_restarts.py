@@ -27,6 +27,7 @@ from rollstream.shared.client import TrainerClient, TrainerError
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.records import Acked, Offered, PolicyVersion
 
+
 async def test_what_was_not_acknowledged_is_offered_again_whole_after_a_restart(
     broker: str, prefix: str, tmp_path: Path
 ) -> None:

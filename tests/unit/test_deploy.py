@@ -34,6 +34,9 @@ CONFIG = "/etc/rollstream/rollstream.toml"
 SUPPORTED = "1.30"
 """The oldest Kubernetes that the manifests are checked against; the newest is the package's."""
 
+ENDING_S = CLEAN_UP_S + 10 + 15 + 10
+"""What a service may take after its drain: attendance, what it cancels, its tasks, its service."""
+
 VARIABLES = {BROKERS_VARIABLE} | {
     setting.variable for struct in (ServiceSettings, RunSettings) for setting in settings_of(struct)
 }
