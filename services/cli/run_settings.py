@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from rollstream.shared import routes
 from rollstream.shared.brokers.connection import Security
-from rollstream.shared.config import ConfigError, resolve, settings_of
+from rollstream.shared.config import ConfigError, resolve, section, settings_of
+from rollstream.shared.inference.endpoints import normalise
 from rollstream.shared.runs import (
     Deadlines,
     EnvironmentSource,
@@ -24,8 +25,11 @@ from rollstream.shared.runs import (
     check_run_id,
     new_log_id,
 )
+from rollstream.shared.settings import check_file, with_brokers
 
 DEFAULT_PARTITIONS = 12
+DEFAULT_SFT_GROUPS = 1000
+"""An sft run on a paid server must not go on for ever because nobody said when to stop."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +53,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="rl: batches that end the run [1000]")] | None
     ) = None
     total_groups: (
-        Annotated[int, Meta(ge=1, description="sft: delivered groups; eval: rows")] | None
+        Annotated[int, Meta(ge=1, description="delivered groups [sft 1000]; eval: rows")] | None
     ) = None
     epochs: Annotated[int, Meta(ge=1, description="sft, eval: passes over the rows")] | None = None
     max_staleness: Annotated[int, Meta(ge=0, description="rl: versions a group may be behind")] = 8
@@ -83,10 +87,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     security: Security = Security()
 
 
-SECTIONS = ("run", "endpoints", "up", "route", "health_port", "health_host", "log_level")
-"""Keys of the common file that a run has nothing to do with."""
-
-
 def load_run_settings(
     pipeline: str, table: Mapping[str, Any], flags: Mapping[str, Any],
     variables: Mapping[str, str],
@@ -95,15 +95,17 @@ def load_run_settings(
 
     The file's `[run]` table holds them. Raises ConfigError.
     """
-    section = dict(table.get("run", {}))
+    check_file(table)
+    own = section(table, "run")
     for key in ("brokers", "prefix", "security"):
         if key in table:
-            section.setdefault(key, table[key])
-    settings = resolve(RunSettings, table=section, variables=variables, flags=flags)
+            own.setdefault(key, table[key])
+    variables = with_brokers(variables)
+    settings = resolve(RunSettings, table=own, variables=variables, flags=flags)
 
     def given(name: str) -> bool:
         setting = next(s for s in settings_of(RunSettings) if s.name == name)
-        inner: Any = section
+        inner: Any = own
         for part in setting.path:
             inner = inner.get(part) if isinstance(inner, Mapping) else None
         return inner is not None or flags.get(name) is not None or setting.variable in variables
@@ -115,8 +117,11 @@ def load_run_settings(
     steps = settings.total_steps
     if pipeline == "rl" and steps is None:
         steps = 1000
+    groups = settings.total_groups
+    if pipeline == "sft" and groups is None and settings.epochs is None:
+        groups = DEFAULT_SFT_GROUPS
     return msgspec.structs.replace(
-        settings, group_size=size, sampling=sampling, total_steps=steps,
+        settings, group_size=size, sampling=sampling, total_steps=steps, total_groups=groups,
         run=settings.run or f"{pipeline}-{time.strftime('%m%d-%H%M%S')}",
         include_messages=(
             pipeline != "rl" if settings.include_messages is None else settings.include_messages
@@ -132,6 +137,8 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
     teacher = settings.teacher
     stages = routes.stages(table, pipeline, teacher=teacher.on)
     sources = list(settings.environments)
+    if settings.env and settings.dataset:
+        raise ConfigError("--dataset", settings.dataset, "give an environment or a dataset")
     if settings.env or settings.dataset:
         sources.insert(0, EnvironmentSource(
             id=settings.env, args=settings.env_args, dataset=settings.dataset,
@@ -140,6 +147,15 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
         raise ConfigError("--env", "(not given)", "give an environment id, or --dataset FILE")
     if not settings.model:
         raise ConfigError("--model", "(not given)", "give the model's name as the server lists it")
+    for flag, endpoint in (
+        ("--endpoint", settings.endpoint), ("--teacher.endpoint", teacher.endpoint)
+    ):
+        if "://" in endpoint:
+            try:
+                normalise(endpoint)
+            except ValueError as error:
+                raise ConfigError(flag, "?", str(error)) from error
+    sources = [_absolute(source) for source in sources]
     if pipeline == "eval":
         sources = [msgspec.structs.replace(source, split="eval") for source in sources]
     group_size = settings.group_size or 1
@@ -151,11 +167,13 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
                 "--batch-size", settings.batch_size,
                 f"make it a multiple of the group size {group_size}: a group is never split",
             )
-    if teacher.on and not (teacher.endpoint and teacher.model):
+    if teacher != Teacher() and not (teacher.endpoint and teacher.model):
         missing = "endpoint" if not teacher.endpoint else "model"
         raise ConfigError(
             f"--teacher.{missing}", "(not given)", "a teacher needs its endpoint and its model"
         )
+    if teacher.on and not any(stage.service == "teacher-distiller" for stage in stages):
+        raise ConfigError("--teacher.model", teacher.model, f"{pipeline} has no teacher: leave it")
     run = check_run_id(settings.run)
     sink = settings.sink
     if not sink.out:
@@ -172,3 +190,10 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
         group_size=group_size, partitions=settings.partitions or DEFAULT_PARTITIONS,
         log_id=new_log_id(), created_s=time.time(),
     )
+
+
+def _absolute(source: EnvironmentSource) -> EnvironmentSource:
+    """A dataset's file named so that the producer finds it from its own folder."""
+    if source.id or not source.dataset:
+        return source
+    return msgspec.structs.replace(source, dataset=str(Path(source.dataset).absolute()))

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import logging
+import threading
 import types
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_one_at_a_time = threading.Lock()
+"""Several runs load in threads: nobody may see a module before it is executed to its end."""
 
 
 @dataclass(kw_only=True)
@@ -198,6 +201,11 @@ def load(env_id: str, args: dict[str, Any]) -> Environment:
     """
     if not isinstance(args, dict) or not survives(args):
         raise EnvironmentUnusable(env_id, f"args must be a JSON object, not {args!r:.200}")
+    with _one_at_a_time:
+        return _load(env_id, args)
+
+
+def _load(env_id: str, args: dict[str, Any]) -> Environment:
     version = _import_verifiers(env_id)
     module = import_module(env_id)
     loader = getattr(module, "load_environment", None)

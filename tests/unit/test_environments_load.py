@@ -4,6 +4,7 @@ import importlib
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,17 @@ def test_args_from_a_command_line() -> None:
     for text in ("{n: 1}", "[1]"):
         with pytest.raises(EnvironmentUnusable, match="environment 'x': args"):
             parse_args("x", text)
+
+
+def test_several_threads_may_load_the_same_environment_at_once(tmp_path, monkeypatch):
+    """Runs start together: a module that is being imported must not be taken for a whole one."""
+    folder = tmp_path / "slow_to_import"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "import time\ntime.sleep(0.5)\nfrom two_digit_addition import load_environment\n"
+    )
+    load("two_digit_addition", {})
+    monkeypatch.setattr("rollstream.shared.environments.locate.OWN_FOLDER", tmp_path)
+    with ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: load("slow_to_import", {}), range(3)))
+    assert len({environment.ref.fingerprint for environment in loaded}) == 1
