@@ -116,7 +116,8 @@ def test_compose_starts_each_service_with_settings_that_exist(name, monkeypatch,
     compile(container["healthcheck"]["test"][-1], "healthcheck", "exec")
     assert container["depends_on"]["kafka"] == {"condition": "service_healthy"}
     assert f"./docker/rollstream.toml:{CONFIG}:ro" in container["volumes"]
-    assert float(container["stop_grace_period"].removesuffix("s")) > ServiceSettings().drain_s + CLEAN_UP_S + 35
+    grace_s = float(container["stop_grace_period"].removesuffix("s"))
+    assert grace_s > settings["drain_s"] + ENDING_S
 
 
 def test_compose_starts_the_engine_where_the_services_look_for_it():
@@ -139,6 +140,7 @@ def test_compose_publishes_ports_on_this_machine_alone_and_the_trainers_among_th
     run = load_run_settings("rl", table, {}, {})
     assert ports["sink"] == [f"127.0.0.1:{run.sink.port}:{run.sink.port}"]
     assert run.sink.host == "0.0.0.0"
+    assert run.startup_wait_s >= table["startup_wait_s"], "it would not hear their reasons"
 
 
 def test_compose_pins_images_and_builds_ours_from_extras_that_exist():
@@ -278,9 +280,11 @@ def test_rendered_services_start_with_settings_that_exist(
         assert settings["brokers"]
         assert settings["startup_wait_s"] == 900
         check_probes(container, settings)
-        assert spec["terminationGracePeriodSeconds"] > ServiceSettings().drain_s + CLEAN_UP_S + 35
+        assert spec["terminationGracePeriodSeconds"] > settings["drain_s"] + ENDING_S
         table = tomllib.loads(config.read_text())
-        assert load_run_settings("rl", table, {}, variables).sink.host == "0.0.0.0"
+        run = load_run_settings("rl", table, {}, variables)
+        assert run.sink.host == "0.0.0.0"
+        assert run.startup_wait_s >= settings["startup_wait_s"], "it would not hear their reasons"
 
 
 def check_probes(container: dict[str, Any], settings: dict[str, Any]) -> None:
