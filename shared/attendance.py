@@ -11,8 +11,9 @@ import time
 from typing import Any
 
 import structlog
+from aiokafka.errors import KafkaError
 
-from rollstream.shared.bus import Bus, Lost, Writer
+from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.dead_letters import TooManyFailures
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import Answer
@@ -45,33 +46,32 @@ class Attendance:
         self._registry = Registry()
         self._contexts: dict[tuple[str, str], RunContext] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._answers: set[asyncio.Task[None]] = set()
-        self._answered: set[tuple[str, str]] = set()
-        self._writer: Writer | None = None
+        self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """One for each (proposal, stage instance) that is asked about now, done or not."""
+        self._draining = False
         self.caught_up = False
         self._log = structlog.get_logger().bind(service=service.name)
 
     async def follow(self) -> None:
         """Follow the runs topic for ever. Raises Lost where it can't be read."""
-        self._writer = await self._bus.writer()
-        try:
-            async with LogReader(self._bus, self._topic, [0]) as log:
-                async for records in log.to_end(timeout_s=60):
+        async with LogReader(self._bus, self._topic, [0]) as log:
+            async for records in log.to_end(timeout_s=60):
+                self._apply(records)
+            self.caught_up = True
+            self._reconcile()
+            while True:
+                if records := await log.more(FOLLOW_S):
                     self._apply(records)
-                self.caught_up = True
                 self._reconcile()
-                while True:
-                    if records := await log.more(FOLLOW_S):
-                        self._apply(records)
-                    self._reconcile()
-        finally:
-            await self._writer.close()
 
     async def drain(self) -> None:
         """Take nothing new, finish what is in flight, within the grace."""
+        self._draining = True
+        for answer in self._answers.values():
+            answer.cancel()
         for context in self._contexts.values():
             context.draining.set()
-        tasks = [*self._tasks.values(), *self._answers]
+        tasks = [*self._tasks.values(), *self._answers.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self._drain_s + CLEAN_UP_S)
             for task in late:
@@ -100,16 +100,22 @@ class Attendance:
                 self._log.error("unreadable run record", key=str(record.key), error=str(error))
 
     def _reconcile(self) -> None:
+        if self._draining:
+            return
         live: set[tuple[str, str]] = set()
+        asked: set[tuple[str, str]] = set()
         for run in list(self._registry.runs.values()):
             if self._only_run and run.id != self._only_run:
                 continue
             if run.status is Status.PROPOSED:
-                self._consider(run)
+                asked |= self._consider(run)
             for route in self._mine(run.config):
                 if run.status is not None and (run.status.live or run.status is Status.DONE):
                     live.add((run.id, route.instance))
                     self._ensure(run, route)
+        for key in set(self._answers) - asked:
+            # Withdrawn, or decided without us: its topics may be gone by the time we knew.
+            self._answers.pop(key).cancel()
         for key in set(self._contexts) - live:
             self._contexts.pop(key).draining.set()
             if (task := self._tasks.pop(key, None)) is not None:
@@ -186,15 +192,17 @@ class Attendance:
 
     # -- proposals --------------------------------------------------------------------------------
 
-    def _consider(self, run: Run) -> None:
+    def _consider(self, run: Run) -> set[tuple[str, str]]:
+        """Answer the proposal once for each instance of ours; the keys of these answers."""
         proposal = run.state.proposal if run.state else None
+        keys: set[tuple[str, str]] = set()
         for route in self._mine(proposal):
-            if proposal is None or (key := (proposal.log_id, route.instance)) in self._answered:
+            if proposal is None:
                 continue
-            self._answered.add(key)
-            task = asyncio.create_task(self._answer(proposal, route))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
+            keys.add(key := (proposal.log_id, route.instance))
+            if key not in self._answers:
+                self._answers[key] = asyncio.create_task(self._answer(proposal, route))
+        return keys
 
     async def _answer(self, proposal: RunConfig, route: Route) -> None:
         try:
@@ -210,12 +218,17 @@ class Attendance:
             "run considered", run=proposal.run, stage=route.instance,
             accepted=answer.accepted, reason=answer.reason,
         )
-        if self._writer is None:
-            return
         try:
-            await self._writer.send(control_topic(self._prefix, proposal.run), 0, answer)
-        except Lost as error:
+            # A writer for this answer alone: a client keeps asking for the topics that it has
+            # written to, and some brokers create what they are asked for.
+            writer = await self._bus.writer()
+            try:
+                await writer.send(control_topic(self._prefix, proposal.run), 0, answer)
+            finally:
+                await writer.close()
+        except (Lost, KafkaError, TimeoutError) as error:
             self._log.warning("answer not sent", run=proposal.run, error=str(error))
+            self._answers.pop((proposal.log_id, route.instance), None)
 
     def _said(self, proposal: RunConfig, route: Route, **rest: Any) -> Answer:
         return Answer(

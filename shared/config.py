@@ -41,6 +41,7 @@ class ConfigError(ValueError):
         # A byte that is no text, as a shell may pass it, can be printed nowhere.
         super().__init__(line.encode(errors="replace").decode())
         self.field = field
+        self.fix = fix
 
 
 class Setting(NamedTuple):
@@ -112,9 +113,10 @@ class Parser(argparse.ArgumentParser):
         """Raises ConfigError."""
         found = re.match(r"argument (.*?): (.*)", message, re.DOTALL)
         field, what = found.groups() if found else ("arguments", message)
-        if "expected" in what or "required" in what:
-            raise ConfigError(field, "(not given)", f"{what}, see {self.prog} --help")
-        raise ConfigError(field, "?", f"{what}; see {self.prog} --help")
+        if wrong := re.match(r"invalid [^:]*: '(.*?)'(?: \((.*)\))?$", what, re.DOTALL):
+            value, choices = wrong.groups()
+            raise ConfigError(field, value, choices or f"see {self.prog} --help")
+        raise ConfigError(field, "(not given)", f"{what}; see {self.prog} --help")
 
 
 def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct]) -> None:
@@ -317,6 +319,8 @@ def _explained(
     for part in name.split("."):
         value = value.get(part, "?") if isinstance(value, dict) else "?"
     source = sources.get(name, "")
+    if "[" in name:
+        source = sources.get(name.partition("[")[0], "") + name[name.index("["):]
     fix = text[0].lower() + text[1:]
     if "invalid enum value" in fix and (options := _options(struct, name)):
         fix = f"use one of: {options}"

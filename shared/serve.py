@@ -28,21 +28,30 @@ from rollstream.shared.attendance import Attendance
 from rollstream.shared.brokers.connection import check, client_options
 from rollstream.shared.bus import Bus, Lost, start, stop
 from rollstream.shared.health import Health, HealthServer, beat_event_loop, exit_when_stuck
+from rollstream.shared.inference.client import InferenceClient
+from rollstream.shared.inference.types import InferenceError
 from rollstream.shared.metrics import configure_metrics
-from rollstream.shared.routes import SIGNATURES
+from rollstream.shared.runs import Refusal
 from rollstream.shared.service import Service, load
-from rollstream.shared.settings import BROKERS_VARIABLE, ServiceSettings, load_settings
-from rollstream.shared.topics import create, runs_spec
+from rollstream.shared.settings import (
+    BROKERS_VARIABLE,
+    ServiceSettings,
+    check_file,
+    load_settings,
+    service_table,
+)
+from rollstream.shared.topics import TopicError, check_prefix, create, runs_spec
 
 BROKER_CHECK_S = 2.0
+SERVER_CHECK_S = 3.0
 LOOP_STUCK_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one service until it is told to end; its exit code."""
-    parser = argparse.ArgumentParser(
-        prog=f"rollstream run {name}", allow_abbrev=False,
+    parser = config.Parser(
+        prog=f"rollstream run {name}",
         description=f"Attend runs as {name}, from any broker's runs topic.",
     )
     parser.add_argument("--config", help="a TOML file")
@@ -54,7 +63,12 @@ def main(name: str, argv: Sequence[str] | None = None) -> int:
     try:
         given = config.parse_flags(parser, argv)
         table = config.read_file(given.pop("config"))
-        settings = load_settings(_service_table(table, name), given)
+        check_file(table)
+        settings = load_settings(service_table(table, name), given)
+        if settings.instance.partition(":")[0] not in ("", name):
+            raise config.ConfigError(
+                "--instance", settings.instance, f"give {name} or {name}:NAME"
+            )
         if given["print_config"]:
             print(config.printable(settings))
             return 0
@@ -65,22 +79,12 @@ def main(name: str, argv: Sequence[str] | None = None) -> int:
         configure_metrics(name)
         service = load(name, settings)
         return asyncio.run(_Process(name, service, settings).run(check_only=given["check"]))
-    except (config.ConfigError, ModuleNotFoundError) as error:
+    except (config.ConfigError, ModuleNotFoundError, Refusal, TopicError, Lost, KafkaError,
+            TimeoutError) as error:
         print(f"rollstream run {name}: {error}", file=sys.stderr)
         return 1 if given.get("check") else 2
     except KeyboardInterrupt:
         return 0
-
-
-def _service_table(table: dict[str, object], name: str) -> dict[str, object]:
-    """The file's common settings, with the service's own section laid over them."""
-    sections = {*SIGNATURES, name}
-    common = {
-        key: value for key, value in table.items()
-        if key not in sections and key not in ("route", "run", "up")
-    }
-    own = table.get(name, {})
-    return {**common, **own} if isinstance(own, dict) else common
 
 
 def _end_with_parent() -> None:
@@ -103,7 +107,10 @@ class _Process:
             raise config.ConfigError(
                 "--brokers", "(not given)", f"give host:port, or set {BROKERS_VARIABLE}"
             )
+        check_prefix(settings.prefix)
         options = client_options(settings.security)
+        if check_only:
+            await self._check_alone()
         reason = await self._reach_broker(options, 0.0 if check_only else settings.startup_wait_s)
         if reason is not None:
             raise config.ConfigError("--brokers", settings.brokers, reason)
@@ -120,6 +127,30 @@ class _Process:
             drain_s=settings.drain_s,
         )
         return await self._attend(attendance, options)
+
+    async def _check_alone(self) -> None:
+        """What else would keep it from starting: its port, and what the service looks at itself.
+
+        Raises ConfigError and Refusal.
+        """
+        port = HealthServer(
+            self._settings.health_port, Health(), host=self._settings.health_host
+        )
+        await port.start()
+        await port.stop()
+        names = getattr(self._service, "endpoints_asked", list)()
+        for endpoint in map(self._settings.endpoint, names):
+            try:
+                client = InferenceClient(
+                    endpoint.urls, api_key=endpoint.api_key(), max_concurrent=1,
+                    request_timeout_s=SERVER_CHECK_S,
+                )
+                async with client:
+                    await client.wait_until_up(SERVER_CHECK_S)
+            except (InferenceError, ValueError) as error:
+                raise config.ConfigError(
+                    f"endpoints.{endpoint.name}.url", str(endpoint.url), str(error)
+                ) from error
 
     async def _attend(self, attendance: Attendance, options: dict[str, object]) -> int:
         loop = asyncio.get_running_loop()
@@ -141,13 +172,14 @@ class _Process:
                 asyncio.create_task(_report(health, attendance)),
             }
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            code = 0
-            for task in done:
-                if (error := task.exception()) is not None:
-                    code = 1
-                    print(f"rollstream run {self._name}: {error}", file=sys.stderr)
+            code = self._failed(done)
             if code == 0:
-                await attendance.drain()
+                drain = asyncio.create_task(attendance.drain())
+                # Where the broker goes first, nothing of ours can be finished any more.
+                done, pending = await asyncio.wait(
+                    {drain, *pending}, return_when=asyncio.FIRST_COMPLETED
+                )
+                code = self._failed(done)
             for task in pending:
                 task.cancel()
             await asyncio.wait(pending, timeout=15)
@@ -160,6 +192,13 @@ class _Process:
             # Clients of a lost broker may hang in their own clean-up: nothing is left to save.
             os._exit(code)
         return code
+
+    def _failed(self, done: set[asyncio.Task[Any]]) -> int:
+        """Say what went wrong with these; the exit code."""
+        errors = [error for task in done if (error := task.exception()) is not None]
+        for error in errors:
+            print(f"rollstream run {self._name}: {error}", file=sys.stderr)
+        return 1 if errors else 0
 
     async def _follow(self, attendance: Attendance) -> None:
         """Follow the runs; a lost reader starts again, the broker's watch decides when to end."""

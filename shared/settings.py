@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from rollstream.shared.brokers.connection import Security
-from rollstream.shared.config import ConfigError, resolve
+from rollstream.shared.config import ConfigError, resolve, section, unknown_key
 from rollstream.shared.inference.endpoints import Endpoint, normalise
+from rollstream.shared.routes import SIGNATURES
+from rollstream.shared.runs import check_run_id
+from rollstream.shared.service import installed
 
 DEFAULT_ENDPOINT = "http://localhost:9001/v1"
 """Where the endpoint `default` is unless settings say otherwise."""
 
 BROKERS_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
+_OWN_BROKERS_VARIABLE = "ROLLSTREAM_BROKERS"
+
+
+def with_brokers(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, of which KAFKA_BOOTSTRAP_SERVERS stands for ROLLSTREAM_BROKERS, too."""
+    found = dict(variables)
+    if common := found.get(BROKERS_VARIABLE):
+        found.setdefault(_OWN_BROKERS_VARIABLE, common)
+    return found
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +70,11 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     security: Security = Security()
 
+    @property
+    def answer_wait_s(self) -> float:
+        """How long a server may keep us from answering a proposal: less than the command waits."""
+        return 0.7 * self.startup_wait_s
+
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name; a URL is an endpoint of its own.
 
@@ -72,21 +90,49 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         raise ConfigError("endpoint", name, f"add [endpoints.{name}] with a url (known: {known})")
 
 
+def file_keys() -> set[str]:
+    """What may stand at the top of the common file, but for sections of a foreign service."""
+    return {*ServiceSettings.__struct_fields__, *SIGNATURES, *installed(), "route", "run"}
+
+
+def check_file(table: Mapping[str, Any]) -> None:
+    """Refuse what nobody reads at the top of the common file. Raises ConfigError."""
+    rows = table.get("route", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError("route", rows, "write each row as a table [[route]]")
+    own = {str(row.get("instance", "")).partition(":")[0] for row in rows}
+    known = {*file_keys(), *own}
+    for key in table:
+        if key not in known:
+            raise unknown_key(key, sorted(known))
+        if key == "run" or key not in (*ServiceSettings.__struct_fields__, "route"):
+            section(table, key)
+
+
+def service_table(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The file's common settings, with the service's own section laid over them."""
+    common = {k: v for k, v in table.items() if k in ServiceSettings.__struct_fields__}
+    # `[run]` is a run's; a service's own setting `run` is told by flag or variable.
+    common.pop("run", None)
+    return {**common, **section(table, name)}
+
+
 def load_settings(table: dict[str, Any], flags: dict[str, Any]) -> ServiceSettings:
     """The settings from a file's table, the environment and flags.
 
     Raises ConfigError.
     """
     table = dict(table)
-    endpoints = {
-        name: {"name": name, **value} if isinstance(value, dict) else {"name": name, "url": value}
-        for name, value in dict(table.pop("endpoints", {})).items()
-    }
-    if endpoints:
-        table["endpoints"] = endpoints
-    settings = resolve(ServiceSettings, table=table, flags=flags)
-    if not settings.brokers:
-        settings = msgspec.structs.replace(settings, brokers=os.environ.get(BROKERS_VARIABLE, ""))
+    if "endpoints" in table:
+        table["endpoints"] = {
+            name: value if isinstance(value, dict) else {"url": value}
+            for name, value in section(table, "endpoints").items()
+        }
+    settings = resolve(
+        ServiceSettings, table=table, variables=with_brokers(os.environ), flags=flags
+    )
+    if settings.run:
+        check_run_id(settings.run)
     for name, endpoint in settings.endpoints.items():
         endpoint.name = endpoint.name or name
         for url in endpoint.url.split(",") if isinstance(endpoint.url, str) else endpoint.url:

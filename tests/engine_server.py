@@ -16,6 +16,7 @@ ASK = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # "The capital of France is Paris." and the end
 EXAMPLES = [(12, 25), (31, 17)]
 
+
 class Server:
     """An engine process and what it printed when it was ready."""
 
@@ -70,6 +71,7 @@ class Client:
         while not low <= await self.metric(name) <= high:
             assert time.monotonic() < deadline, f"{name} never became {low}"
             await asyncio.sleep(0.02)
+
 
 def addition(a: int, b: int) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": "Answer with the equation."}]

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"use one of: {', '.join(COMMANDS)}"
         print(f"rollstream: command = {name}: no such command; {hint}", file=sys.stderr)
         return 2
+    if (fault := _unknown_variable()) is not None:
+        print(f"rollstream {name}: {fault}", file=sys.stderr)
+        return 2
     import importlib
     import logging
 
@@ -57,6 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough, e.g. `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _unknown_variable() -> str | None:
+    """What is wrong with the ROLLSTREAM_ variables, which services and runs share."""
+    from rollstream.shared.config import VARIABLE_PREFIX, ConfigError, check_variables
+
+    if not any(variable.startswith(VARIABLE_PREFIX) for variable in os.environ):
+        return None
+    from rollstream.services.cli.run_settings import RunSettings
+    from rollstream.shared.settings import ServiceSettings
+
+    try:
+        check_variables((RunSettings, ServiceSettings), os.environ)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _help() -> str:

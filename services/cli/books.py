@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Bus, Lost
-from rollstream.shared.config import ConfigError
+from rollstream.shared.config import ConfigError, Parser, parse_flags
 from rollstream.shared.ledger import LeafBooks
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.runs import RunConfig
 
-from .connect import find_brokers, open_bus, run_async
+from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
 from .propose import read_registry
 
 READ_S = 300.0
@@ -21,23 +20,23 @@ READ_S = 300.0
 
 def main(command: str, argv: list[str]) -> int:
     """Print the books of a run; 0 balanced, 1 not, 2 can't tell."""
-    parser = argparse.ArgumentParser(prog="rollstream ledger", description=__doc__)
-    parser.add_argument("run")
-    parser.add_argument("--brokers")
-    parser.add_argument("--prefix", default="rollstream")
-    given = parser.parse_args(argv)
+    parser = Parser(prog="rollstream ledger", description=__doc__)
+    parser.add_argument("RUN")
+    add_reach_flags(parser)
 
-    async def work() -> int:
-        bus = await open_bus(find_brokers(given.brokers))
-        found = (await read_registry(bus, given.prefix)).runs.get(given.run)
+    async def work(name: str, reach: Reach) -> int:
+        bus = await open_bus(find_brokers(reach.brokers), reach.security)
+        found = (await read_registry(bus, reach.prefix)).runs.get(name)
         if found is None or found.config is None:
-            raise ConfigError("RUN", given.run, "no such run; see `rollstream runs list`")
+            raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
         books = (await read_ledger(bus, found.config, READ_S)).books()
         print("\n".join(line(leaf) for leaf in books))
         return 0 if all(leaf.balanced for leaf in books) else 1
 
     try:
-        return run_async(work)
+        given = parse_flags(parser, argv)
+        reach = load_reach(given)
+        return run_async(lambda: work(given["RUN"], reach))
     except (ConfigError, Lost, KafkaError) as error:
         print(f"rollstream ledger: {error}", file=sys.stderr)
         return 2

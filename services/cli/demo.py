@@ -20,14 +20,14 @@ from rollstream.services.tap.watch import follow
 from rollstream.shared import routes
 from rollstream.shared.brokers.broker import free_port
 from rollstream.shared.bus import Bus, Lost
-from rollstream.shared.config import ConfigError
+from rollstream.shared.config import ConfigError, Parser
 from rollstream.shared.ledger_reader import read_ledger
-from rollstream.shared.runs import RunConfig, Sampling, SinkSettings, Teacher
+from rollstream.shared.runs import RunConfig, Sampling, SinkSettings, Status, Teacher
 
 from .books import READ_S, line
 from .connect import open_bus
 from .processes import CannotStart, Children
-from .propose import Refused, propose
+from .propose import Refused, create_runs_topic, propose, read_registry
 from .run_settings import RunSettings, to_config
 from .up import Stack, add_flags, run_stack
 
@@ -40,31 +40,34 @@ DONE_MARK = "done"
 
 def main(command: str, argv: list[str]) -> int:
     """Run the demo; 0 when all three runs ended with balanced books."""
-    parser = argparse.ArgumentParser(
-        prog="rollstream demo", description=__doc__, allow_abbrev=False,
+    parser = Parser(
+        prog="rollstream demo", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser)
-    parser.add_argument("--rl-batches", type=int, default=2, help="batches of 32 samples [2]")
-    parser.add_argument("--sft-groups", type=int, default=8, help="groups of 8 samples [8]")
-    parser.add_argument("--eval-rows", type=int, default=16, help="rows, 4 samples each [16]")
-    given = parser.parse_args(argv)
-    for name in ("rl_batches", "sft_groups", "eval_rows"):
-        if (value := getattr(given, name)) < 1:
-            flag = "--" + name.replace("_", "-")
-            print(f"rollstream demo: {ConfigError(flag, value, 'give at least 1')}",
-                  file=sys.stderr)
-            return 2
-    given.engine = True
+    for flag, default, help_text in (
+        ("--rl-batches", 2, "batches of 32 samples"), ("--sft-groups", 8, "groups of 8 samples"),
+        ("--eval-rows", 16, "rows, 4 samples each"),
+    ):
+        parser.add_argument(
+            flag, type=_at_least_1, default=default, help=f"{help_text} [{default}]"
+        )
+    parser.set_defaults(engine=True)
     started_s = time.monotonic()
 
-    async def work(stack: Stack, children: Children) -> int:
+    async def work(given: argparse.Namespace, stack: Stack, children: Children) -> int:
         try:
             return await _runs(given, stack, children, started_s)
         except (Refused, Lost, KafkaError) as error:
             raise CannotStart(str(error)) from error
 
-    return run_stack("demo", given, work)
+    return run_stack("demo", parser, argv, work)
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"invalid count: '{text}' (give at least 1)")
+    return int(text)
 
 
 async def _runs(
@@ -78,16 +81,22 @@ async def _runs(
         console.print(f"going on with {folder}")
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(propose(bus, c, STARTUP_WAIT_S)) for c in wanted]
+            asked = [group.create_task(_started(bus, config)) for config in wanted]
     except* (Refused, Lost, KafkaError, ConfigError) as errors:
         raise Refused(str(errors.exceptions[0])) from errors
     configs = [task.result() for task in asked]
     children.check()
     rl = configs[0]
     trainer = await _trainer(given, rl, folder)
+    guard = asyncio.create_task(_guard(bus, rl, children, trainer, folder))
+    followed = asyncio.create_task(follow(bus, list(configs), console))
     try:
-        await follow(bus, list(configs), console)
+        await asyncio.wait({guard, followed}, return_when=asyncio.FIRST_COMPLETED)
+        await (followed if followed.done() else guard)
     finally:
+        guard.cancel()
+        followed.cancel()
+        await asyncio.wait({guard, followed}, timeout=10)
         if trainer.returncode is None:
             trainer.terminate()
             await asyncio.wait_for(trainer.wait(), 10)
@@ -95,6 +104,28 @@ async def _runs(
     (folder / DONE_MARK).write_text(time.strftime("%Y-%m-%dT%H:%M:%S\n"))
     console.print(f"\ndone in {time.monotonic() - started_s:.0f} s")
     return 0 if balanced else 1
+
+
+async def _started(bus: Bus, config: RunConfig) -> RunConfig:
+    """Start the run, or find it where a durable broker kept it."""
+    await create_runs_topic(bus, config.prefix)
+    known = (await read_registry(bus, config.prefix)).runs.get(config.run)
+    if known is not None and known.config is not None:
+        return known.config
+    return await propose(bus, config, STARTUP_WAIT_S)
+
+
+async def _guard(
+    bus: Bus, rl: RunConfig, children: Children, trainer: asyncio.subprocess.Process, folder: Path
+) -> None:
+    """Ends, by CannotStart, where a service has given up or the trainer has left the rl run."""
+    while True:
+        children.check()
+        if trainer.returncode:
+            found = (await read_registry(bus, rl.prefix)).runs[rl.run]
+            if found.status in (Status.RUNNING, Status.PAUSED):
+                raise CannotStart(f"the trainer ended early, see {folder / 'trainer.log'}")
+        await asyncio.sleep(1)
 
 
 def _folder(root: Path) -> tuple[Path, int, bool]:
@@ -175,7 +206,7 @@ async def _report(
         ("sft dataset as parquet", f"ls -l {folder}/sft/dataset.parquet"),
         ("eval report", f"python3 -m json.tool {folder}/eval/metrics.json"),
         ("eval samples", f"head -n 2 {folder}/eval/samples.jsonl"),
-        ("logs of the services", "ls runs/logs"),
+        ("logs of the services", f"ls {folder.parent / 'logs'}"),
     ):
         say(f"  {what:<38} {command}")
     return balanced

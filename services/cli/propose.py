@@ -6,6 +6,8 @@ with 2 and the stage's own words.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -20,16 +22,28 @@ from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import Answer
 from rollstream.shared.runs import (
     Registry,
+    Run,
     RunConfig,
     RunState,
     Status,
     config_key,
     state_key,
 )
-from rollstream.shared.topics import control_topic, create, delete, run_specs, runs_spec, runs_topic
+from rollstream.shared.topics import (
+    control_topic,
+    create,
+    delete,
+    list_run_topics,
+    run_specs,
+    runs_spec,
+    runs_topic,
+)
 
 SECOND_OPINION_S = 2.0
 """After a refusal, how long another member of the same stage instance may still accept."""
+
+WITHDRAW_S = 1.0
+"""How long services may take to see that a proposal is withdrawn (`attendance.FOLLOW_S`)."""
 
 IDENTITY = ("pipeline", "group_size", "seed", "shuffle_seed", "model")
 """What must be the same for a run to go on with what its folder holds."""
@@ -37,6 +51,10 @@ IDENTITY = ("pipeline", "group_size", "seed", "shuffle_seed", "model")
 
 class Refused(Exception):
     """Some stage can't serve the run."""
+
+
+class Overtaken(Refused):
+    """Another command started a run of this name; what there is of it is the other one's."""
 
 
 async def propose(bus: Bus, config: RunConfig, wait_s: float) -> RunConfig:
@@ -49,19 +67,28 @@ async def propose(bus: Bus, config: RunConfig, wait_s: float) -> RunConfig:
     await start(admin)
     try:
         await create(admin, [runs_spec(config.prefix)])
-        await _check_free(bus, config)
+        known = await _check_free(bus, config)
+        # Topics that were there before, made by KafkaTopic or left by a removed run, are not ours.
+        ours = known is not None or not await list_run_topics(admin, config.prefix, config.run)
         kinds = [route.output for route in config.stages if route.output]
         specs = run_specs(
             config.prefix, config.run, config.pipeline, [*kinds, "ledger", "dlq"],
             config.partitions,
         )
-        await create(admin, specs)
         try:
+            await create(admin, specs)
             answers = await _ask(bus, writer, config, wait_s)
             final = _completed(config, answers)
+            await _check_ours(bus, config)
+        except Overtaken:
+            raise
         except BaseException:
             await _tell(writer, config, state_key(config.run), None)
-            await delete(admin, config.prefix, config.run)
+            if ours:
+                # Whoever still looks at the proposal must know first: an answer to a topic that
+                # is gone would make it again on some brokers.
+                await asyncio.sleep(WITHDRAW_S)
+                await delete(admin, config.prefix, config.run)
             raise
         await _tell(writer, config, config_key(config.run), final)
         running = RunState(status=Status.RUNNING, changed_s=time.time())
@@ -73,7 +100,18 @@ async def propose(bus: Bus, config: RunConfig, wait_s: float) -> RunConfig:
         await writer.close()
 
 
-async def _check_free(bus: Bus, config: RunConfig) -> None:
+async def create_runs_topic(bus: Bus, prefix: str) -> None:
+    """Make the topic that tells which runs there are. Raises TopicError."""
+    admin = bus.admin()
+    await start(admin)
+    try:
+        await create(admin, [runs_spec(prefix)])
+    finally:
+        await stop(admin)
+
+
+async def _check_free(bus: Bus, config: RunConfig) -> Run | None:
+    """What there is of a run of this name: at most a proposal that was never decided."""
     registry = await read_registry(bus, config.prefix)
     known = registry.runs.get(config.run)
     if known is not None and known.config is not None:
@@ -81,6 +119,17 @@ async def _check_free(bus: Bus, config: RunConfig) -> None:
             "--run", config.run,
             f"it exists already and is {known.status}: choose another name, or remove it with "
             f"`rollstream runs rm {config.run}`",
+        )
+    return known
+
+
+async def _check_ours(bus: Bus, config: RunConfig) -> None:
+    """Nobody else has started a run of this name meanwhile. Raises Overtaken."""
+    known = (await read_registry(bus, config.prefix)).runs.get(config.run)
+    proposal = known.state.proposal if known is not None and known.state else None
+    if proposal is None or proposal.log_id != config.log_id:
+        raise Overtaken(
+            f"--run = {config.run}: another command is starting a run of this name: choose another"
         )
 
 
@@ -120,6 +169,7 @@ async def _ask(
                 raise Refused(
                     f"startup wait = {wait_s:g} s: no answer from {', '.join(silent)}; start "
                     f"{'it' if len(silent) == 1 else 'them'} (`rollstream up`, or `rollstream run`)"
+                    ", or see in the log what is waited for"
                 )
             _sort(await log.more(0.2), config, accepted, refused)
     return accepted
@@ -178,8 +228,10 @@ def _completed(config: RunConfig, answers: dict[str, Answer]) -> RunConfig:
 def remember(config: RunConfig) -> None:
     """Keep the configuration beside the results, for people and for a resume."""
     path = Path(config.sink.out) / "run.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+    # The folder is the sink's; on another machine than this one it may be none of ours.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
 
 
 def check_same(config: RunConfig) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import msgspec
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Bus, Lost, start, stop
-from rollstream.shared.config import ConfigError
+from rollstream.shared.config import ConfigError, Parser, parse_flags
 from rollstream.shared.runs import Run, Status, config_key, state_key
 from rollstream.shared.topics import TopicError, delete, runs_topic
 
-from .connect import find_brokers, open_bus, run_async
+from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
 from .propose import read_registry, set_status
 
 ACTIONS: dict[str, Status] = {
@@ -23,27 +22,27 @@ ACTIONS: dict[str, Status] = {
 
 def main(command: str, argv: list[str]) -> int:
     """Do it; 0 done, 2 not possible."""
-    parser = argparse.ArgumentParser(prog="rollstream runs", description=__doc__)
+    parser = Parser(prog="rollstream runs", description=__doc__)
     parser.add_argument("action", choices=["list", "show", *ACTIONS, "rm"])
-    parser.add_argument("run", nargs="?")
-    parser.add_argument("--brokers")
-    parser.add_argument("--prefix", default="rollstream")
-    given = parser.parse_args(argv)
+    parser.add_argument("RUN", nargs="?")
+    add_reach_flags(parser)
 
-    async def work() -> int:
-        bus = await open_bus(find_brokers(given.brokers))
-        runs = (await read_registry(bus, given.prefix)).runs
-        if given.action == "list":
+    async def work(action: str, name: str | None, reach: Reach) -> int:
+        bus = await open_bus(find_brokers(reach.brokers), reach.security)
+        runs = (await read_registry(bus, reach.prefix)).runs
+        if action == "list":
             print("\n".join(_line(run) for run in runs.values()) or "no runs")
             return 0
-        if given.run not in runs:
+        if name not in runs:
             known = ", ".join(runs) or "none"
-            raise ConfigError("RUN", str(given.run), f"no such run (there are: {known})")
-        await _act(bus, given.prefix, runs[given.run], given.action)
+            raise ConfigError("RUN", name or "(not given)", f"no such run (there are: {known})")
+        await _act(bus, reach.prefix, runs[name], action)
         return 0
 
     try:
-        return run_async(work)
+        given = parse_flags(parser, argv)
+        reach = load_reach(given)
+        return run_async(lambda: work(given["action"], given["RUN"], reach))
     except (ConfigError, Lost, KafkaError, TopicError) as error:
         print(f"rollstream runs: {error}", file=sys.stderr)
         return 2
@@ -65,7 +64,7 @@ async def _act(bus: Bus, prefix: str, run: Run, action: str) -> None:
             raise ConfigError("RUN", run.id, f"it is {run.status}: stop it first")
         await _remove(bus, prefix, run)
         print(f"{run.id}: removed, its topics too")
-    elif not live:
+    elif run.status not in (Status.RUNNING, Status.PAUSED):
         raise ConfigError("RUN", run.id, f"it is {run.status} and can't {action}")
     else:
         await set_status(bus, prefix, run.id, ACTIONS[action], f"by `rollstream runs {action}`")

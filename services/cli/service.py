@@ -12,8 +12,11 @@ from rollstream.shared.service import installed
 def main(command: str, argv: list[str]) -> int:
     """Run the service named first; its exit code."""
     if not argv or argv[0].startswith("-"):
-        print(f"usage: rollstream run SERVICE ...   services: {', '.join(sorted(installed()))}")
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
+        if argv and argv[0] in ("-h", "--help"):
+            known = ", ".join(sorted(installed()))
+            print(f"usage: rollstream run SERVICE ...   services: {known}")
+            return 0
+        argv = ["(not given)"]
     name, *rest = argv
     if name not in installed():
         known = ", ".join(sorted(installed()))

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +23,18 @@ import msgspec
 
 from rollstream.shared import brokers as broker_launcher
 from rollstream.shared.brokers.broker import BrokerError
-from rollstream.shared.brokers.connection import check
-from rollstream.shared.config import ConfigError, read_file
-from rollstream.shared.settings import BROKERS_VARIABLE
+from rollstream.shared.brokers.connection import check, client_options
+from rollstream.shared.config import ConfigError, Parser, parse_flags, read_file
+from rollstream.shared.inference.endpoints import Endpoint
+from rollstream.shared.settings import (
+    BROKERS_VARIABLE,
+    ServiceSettings,
+    check_file,
+    load_settings,
+    service_table,
+)
 
-from .connect import UP_FILE, UpFile, running_up
+from .connect import UP_FILE, UpFile, only_up
 from .processes import CannotStart, Child, Children, service_child
 from .run_settings import DEFAULT_PARTITIONS
 
@@ -51,6 +57,10 @@ class Stack:
     model: str = ""
 
 
+Work = Callable[[argparse.Namespace, Stack, Children], Awaitable[int]]
+"""What is to be done once everything is up; the exit code."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `up` and `demo` share."""
     parser.add_argument("--config", help="a TOML file with [endpoints.NAME] and service sections")
@@ -67,29 +77,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(command: str, argv: list[str]) -> int:
     """Bring everything up and stay until told to end."""
-    parser = argparse.ArgumentParser(
-        prog="rollstream up", description=__doc__, allow_abbrev=False,
+    parser = Parser(
+        prog="rollstream up", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser)
-    given = parser.parse_args(argv)
 
-    async def stay(stack: Stack, children: Children) -> int:
+    async def stay(_given: argparse.Namespace, stack: Stack, children: Children) -> int:
         print("ready; in another terminal here: rollstream rl|sft|eval --env ID ..., "
               "rollstream runs list. Ctrl-C ends everything.", flush=True)
         while True:
             children.check()
             await asyncio.sleep(0.5)
 
-    return run_stack("up", given, stay)
+    return run_stack("up", parser, argv, stay)
 
 
 def run_stack(
-    name: str, given: argparse.Namespace, work: Callable[[Stack, Children], Awaitable[int]]
+    name: str, parser: argparse.ArgumentParser, argv: list[str], work: Work
 ) -> int:
     """Bring the stack up, do the work, end the stack whatever happens; the exit code."""
     try:
-        return asyncio.run(_run(given, work))
+        given = argparse.Namespace(**parse_flags(parser, argv))
+        with only_up():
+            return asyncio.run(_run(given, work))
     except (ConfigError, BrokerError, CannotStart) as error:
         print(f"rollstream {name}: {error}", file=sys.stderr)
         return 2
@@ -98,30 +109,25 @@ def run_stack(
         return 130
 
 
-async def _run(
-    given: argparse.Namespace, work: Callable[[Stack, Children], Awaitable[int]]
-) -> int:
+async def _run(given: argparse.Namespace, work: Work) -> int:
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: task.cancel() if task else None)
-    read_file(given.config)
-    if (other := running_up()) is not None:
-        raise ConfigError(
-            "folder", str(UP_FILE.parent), f"`rollstream up` (pid {other.pid}) runs here already"
-        )
-    folder = Path(given.folder)
+    table = read_file(given.config)
+    check_file(table)
+    settings = load_settings(service_table(table, ""), {"brokers": given.brokers})
+    folder = _writable(Path(given.folder))
     children = Children()
     broker = None
     try:
-        stack, broker = await _broker(given, folder)
+        stack, broker = await _broker(given, folder, settings)
         await _engine(given, stack, folder, children)
-        await _services(given, stack, folder, children)
-        UP_FILE.parent.mkdir(parents=True, exist_ok=True)
+        await _services(given, stack, folder, children, settings)
         UP_FILE.write_bytes(msgspec.json.encode(UpFile(
             stack.brokers, stack.partitions, os.getpid(), stack.model, stack.endpoint,
         )))
-        return await work(stack, children)
+        return await work(given, stack, children)
     finally:
         # A second Ctrl-C must not interrupt the clean-up.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -129,17 +135,28 @@ async def _run(
         await children.stop()
         if broker is not None:
             await asyncio.to_thread(broker.stop)
-        with suppress(OSError):
-            if json.loads(UP_FILE.read_text())["pid"] == os.getpid():
-                UP_FILE.unlink()
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            "--folder", str(folder), f"give one that can be written to ({error})"
+        ) from error
 
 
 async def _broker(
-    given: argparse.Namespace, folder: Path
+    given: argparse.Namespace, folder: Path, settings: ServiceSettings
 ) -> tuple[Stack, broker_launcher.Broker | None]:
-    outside = given.brokers or (None if given.broker else os.environ.get(BROKERS_VARIABLE))
+    if given.broker and given.brokers:
+        raise ConfigError("--broker", given.broker, "leave it out where --brokers names others")
+    outside = "" if given.broker else settings.brokers
     if outside:
-        if (reason := await check(outside)) is not None:
+        options = client_options(settings.security)
+        if (reason := await check(outside, options)) is not None:
             raise ConfigError("--brokers", outside, reason)
         print(f"broker: {outside}")
         return Stack(outside, DEFAULT_PARTITIONS, "outside"), None
@@ -175,19 +192,19 @@ async def _engine(
 
 
 async def _services(
-    given: argparse.Namespace, stack: Stack, folder: Path, children: Children
+    given: argparse.Namespace, stack: Stack, folder: Path, children: Children,
+    settings: ServiceSettings,
 ) -> None:
-    environment = {BROKERS_VARIABLE: stack.brokers}
-    flags = given.service_flags.split()
+    flags = ["--brokers", stack.brokers, "--drain-s", "5"]
     if given.config:
         flags += ["--config", given.config]
     if stack.endpoint:
-        endpoint = {"default": {"name": "default", "url": stack.endpoint}}
-        flags += ["--endpoints", json.dumps(endpoint)]
-    flags += ["--drain-s", "5"]
+        endpoints = {**settings.endpoints, "default": Endpoint(url=stack.endpoint)}
+        flags += ["--endpoints", msgspec.json.encode(endpoints).decode()]
     if stack.kind == "embedded":
         # It waits half a session timeout at each join.
         flags += ["--broker-lost-s", "8", "--session-timeout-ms", "6000"]
+    flags += given.service_flags.split()
     for name in SERVICES:
-        await children.start(service_child(name, folder, environment, *flags))
+        await children.start(service_child(name, folder, {}, *flags))
     print(f"services: {', '.join(reversed(SERVICES))} (logs in {folder / 'logs'})", flush=True)

@@ -38,11 +38,13 @@ class Generator:
         fingerprints = {e.ref.id: e.ref.fingerprint for e in await self._environments(run)}
         async with self._client(run) as client:
             try:
-                await client.wait_until_up(self._settings.startup_wait_s)
-                found = await client.capabilities(run.model or None)
-            except InferenceError as error:
-                raise Refusal("endpoint", run.endpoint, f"start the server ({error})") from error
-        if run.model not in found.models:
+                async with asyncio.timeout(self._settings.answer_wait_s):
+                    await client.wait_until_up(self._settings.answer_wait_s)
+                    found = await client.capabilities(run.model or None)
+            except (InferenceError, TimeoutError) as error:
+                why = str(error) or "it takes requests and does not answer"
+                raise Refusal("endpoint", run.endpoint, f"start the server ({why})") from error
+        if found.models and run.model not in found.models:
             raise Refusal("model", run.model, f"the server has: {', '.join(found.models)}")
         if run.wants_tokens and not (found.token_ids and found.logprobs):
             missing = "token ids" if not found.token_ids else "logprobs of sampled tokens"
@@ -52,6 +54,10 @@ class Generator:
                 f"rl needs {missing}, which this server does not return: use vLLM ({why})",
             )
         return {"fingerprints": fingerprints, "server": found.server}
+
+    def endpoints_asked(self) -> list[str]:
+        """What `--check` looks at."""
+        return list(self._settings.endpoints) or ["default"]
 
     async def attend(self, context: RunContext) -> None:
         run = context.run
@@ -79,7 +85,9 @@ class Generator:
                 max_concurrent=self._settings.max_in_flight,
                 request_timeout_s=run.deadlines.request_s,
             )
-        except (ConfigError, ValueError) as error:
+        except ConfigError as error:
+            raise Refusal("endpoint", run.endpoint, error.fix) from error
+        except ValueError as error:
             raise Refusal("endpoint", run.endpoint, str(error)) from error
 
     async def _environments(self, run: RunConfig) -> list[v0.Environment]:
@@ -96,7 +104,7 @@ class Generator:
                             v0.load, source.id, source.args
                         )
                 except v0.EnvironmentUnusable as error:
-                    raise Refusal("env", source.id, str(error)) from error
+                    raise Refusal("env", source.id, error.reason) from error
             found.append(self._loaded[key])
         return found
 

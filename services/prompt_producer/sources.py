@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def open_source(source: EnvironmentSource) -> Source:
             environment = v0.load(source.id, source.args)
             return Source(environment.ref, environment.rows(source.split))
         except v0.EnvironmentUnusable as error:
-            raise Refusal("env", source.id, str(error)) from error
+            raise Refusal("env", source.id, error.reason) from error
     rows = [_row(record, source.dataset, n) for n, record in enumerate(_records(source.dataset))]
     if not rows:
         raise Refusal("dataset", source.dataset, "it is empty: give a file with rows")
@@ -49,10 +49,27 @@ def _records(path: str) -> list[dict[str, Any]]:
 
             return parquet.read_table(file).to_pylist()
         if file.suffix in (".jsonl", ".json"):
-            return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+            return list(_lines(file))
+    except ImportError as error:
+        raise Refusal("dataset", path, "pip install rollstream[export] for parquet") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise Refusal("dataset", path, f"give a readable file ({error})") from error
     raise Refusal("dataset", path, "use a .jsonl or .parquet file")
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """A JSONL file's records. Raises ValueError naming the line."""
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            yield record
 
 
 def _row(record: dict[str, Any], path: str, number: int) -> Row:
@@ -65,6 +82,11 @@ def _row(record: dict[str, Any], path: str, number: int) -> Row:
         )
     value = record[column]
     messages = value if isinstance(value, list) else [{"role": "user", "content": str(value)}]
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise Refusal(
+            "dataset", path, f"row {number}: {column} must be text, or a list of messages "
+            '{"role": ..., "content": ...}'
+        )
     answer = record.get("answer")
     info = record.get("info")
     return Row(

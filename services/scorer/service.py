@@ -40,8 +40,10 @@ class Scorer:
                     ref = EnvRef(source.id, source.args)
                     fingerprints[source.id] = await self._workers().check(ref)
         except ConfigError as error:
-            raise Refusal("advantage", run.advantage, str(error)) from error
-        except (EnvironmentUnusable, ScoringTimeout, WorkerDied) as error:
+            raise Refusal("advantage", run.advantage, error.fix) from error
+        except EnvironmentUnusable as error:
+            raise Refusal("env", error.env, error.reason) from error
+        except (ScoringTimeout, WorkerDied) as error:
             raise Refusal("env", run.environments[0].id, str(error)) from error
         return {"fingerprints": fingerprints}
 

@@ -202,9 +202,12 @@ async def _serves(run: RunConfig) -> bool:
 
 
 def _check_folder(out: Path) -> None:
+    """It can be written to, or made: a run that another stage refuses leaves no folder behind."""
+    there = next(folder for folder in (out, *out.parents) if folder.exists())
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".probe-{os.getpid()}"
+        if there != out and os.access(there, os.W_OK | os.X_OK) and there.is_dir():
+            return
+        probe = there / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from rollstream.shared.config import ConfigError
@@ -36,13 +37,15 @@ class TeacherDistiller:
             raise Refusal("teacher.model", "(not given)", "give the name of the teacher's model")
         async with self._client(run) as client:
             try:
-                await client.wait_until_up(self._settings.startup_wait_s)
-                found = await client.capabilities(teacher.model)
-            except InferenceError as error:
+                async with asyncio.timeout(self._settings.answer_wait_s):
+                    await client.wait_until_up(self._settings.answer_wait_s)
+                    found = await client.capabilities(teacher.model)
+            except (InferenceError, TimeoutError) as error:
+                why = str(error) or "it takes requests and does not answer"
                 raise Refusal(
-                    "teacher.endpoint", teacher.endpoint, f"start the server ({error})"
+                    "teacher.endpoint", teacher.endpoint, f"start the server ({why})"
                 ) from error
-        if teacher.model not in found.models:
+        if found.models and teacher.model not in found.models:
             raise Refusal("teacher.model", teacher.model, f"it has: {', '.join(found.models)}")
         if not found.prompt_logprobs:
             why = found.detail.get("prompt_logprobs", "it returns none")
@@ -55,6 +58,10 @@ class TeacherDistiller:
                 f"the server allows {found.max_prompt_logprobs} (vLLM: --max-logprobs)",
             )
         return {"server": found.server}
+
+    def endpoints_asked(self) -> list[str]:
+        """What `--check` looks at; which one is the teacher's, only a run tells."""
+        return list(self._settings.endpoints)
 
     async def attend(self, context: RunContext) -> None:
         run = context.run
@@ -77,5 +84,7 @@ class TeacherDistiller:
                 max_concurrent=self._settings.max_in_flight * 8,
                 request_timeout_s=run.deadlines.teacher_s,
             )
-        except (ConfigError, ValueError) as error:
+        except ConfigError as error:
+            raise Refusal("teacher.endpoint", run.teacher.endpoint, error.fix) from error
+        except ValueError as error:
             raise Refusal("teacher.endpoint", run.teacher.endpoint, str(error)) from error

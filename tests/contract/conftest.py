@@ -12,6 +12,7 @@ import pytest_asyncio
 from engine_server import Client, Server
 
 from rollstream.services.engine.convert import ModelNotFound, default_cache, locate, prepare
+from rollstream.shared.inference import transport
 
 
 @pytest.fixture(scope="session")
@@ -60,3 +61,9 @@ def scripted_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 async def scripted(scripted_server: Server) -> AsyncIterator[Client]:
     async for client in client_of(scripted_server):
         yield client
+
+
+@pytest.fixture
+def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inference client tries again at once."""
+    monkeypatch.setattr(transport, "BACKOFF_S", 0.01)

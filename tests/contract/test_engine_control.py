@@ -84,7 +84,9 @@ async def test_the_prefix_cache_can_be_forgotten(engine: Client) -> None:
     again = (await engine.chat(**body))["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] == 0
 
+
 # --- scripts and the process ---------------------------------------------------------------------
+
 
 def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}

@@ -11,6 +11,7 @@ from engine_server import ASK, MODEL, PARIS, Client
 
 TOLERANCE = 1e-4
 
+
 async def test_chat(engine: Client) -> None:
     answer = await engine.chat(
         n=2, temperature=0, max_tokens=20, logprobs=True, top_logprobs=2, return_token_ids=True,

@@ -28,6 +28,7 @@ rows = [reference_logprobs(weights, s).astype(np.float32) for s in json.load(sys
 np.savez(sys.argv[2], *rows)
 """
 
+
 async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
     engine: Client, folder: Path, tmp_path: Path
 ) -> None:

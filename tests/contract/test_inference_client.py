@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from engine_server import MODEL, Server
 from fake_vllm import (
     END,
     QUESTION,
@@ -34,32 +32,20 @@ from rollstream.shared.records import VersionSpan
 
 pytestmark = pytest.mark.usefixtures("without_patience")
 
+
 # What every server in vLLM's dialect must do
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    folder = tmp_path_factory.mktemp("engine")
-    (folder / "script.jsonl").write_text('{"text": "3 + 4 = seven"}\n')
-    command = [sys.executable, "-m", "rollstream.services.engine", "--port", "0"]
-    command += ["--script", str(folder / "script.jsonl"), "--parent-pid", str(os.getpid())]
-    with (folder / "output").open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                said = (folder / "output").read_text()
-                if ready := re.search(r"engine ready on (\S+) model=(\S+)", said):
-                    break
-                if process.poll() == 2:
-                    pytest.skip(f"the engine can't start here: {said}")
-                assert process.poll() is None, said
-                assert time.monotonic() < deadline, f"the engine isn't ready: {said}"
-                time.sleep(0.1)
-            yield ready[1], ready[2]
-        finally:
-            process.terminate()
-            process.wait(10)
+def seven_server(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """This project's engine, saying seven too, without a model at work."""
+    script = tmp_path_factory.mktemp("engine") / "script.jsonl"
+    script.write_text('{"text": "3 + 4 = seven"}\n')
+    running = Server("--script", str(script))
+    yield running.url + "/v1", MODEL
+    assert running.stop() == 0
 
 
 @pytest.fixture(params=["fake", "engine", "outside"])
@@ -68,7 +54,7 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, str
         async with Fake() as fake:
             yield fake.url, "m"
     elif request.param == "engine":
-        yield request.getfixturevalue("engine")
+        yield request.getfixturevalue("seven_server")
     elif url := os.environ.get("INFERENCE_URL"):
         yield url, os.environ["INFERENCE_MODEL"]
     else:
@@ -233,6 +219,7 @@ async def test_a_later_turn_beyond_the_context_overflows_and_its_budget_is_cut()
         fake.context = len(sent["token_ids"])
         with pytest.raises(ContextOverflow, match=f"context {fake.context}"):
             await ask(client, **second_turn(prior))
+
 
 # What a server can do
 

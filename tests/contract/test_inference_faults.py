@@ -15,6 +15,7 @@ from rollstream.shared.inference.types import InferenceError, ServerUnavailable
 
 pytestmark = pytest.mark.usefixtures("without_patience")
 
+
 @pytest.mark.parametrize("fault", [
     answer_with(500), answer_with(429), answer_with(408), answer_with(503), drop, break_off,
 ])
@@ -199,7 +200,9 @@ async def test_an_error_sent_as_200_and_a_redirect():
         with pytest.raises(InferenceError, match=r"redirects to http://other.invalid/v1"):
             await ask(client)
 
+
 # Answers that can't be true
+
 
 async def test_a_server_that_lies_about_lengths():
     async with Fake() as fake, client_of(fake.url) as client:

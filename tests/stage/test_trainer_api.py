@@ -66,6 +66,7 @@ async def test_an_unchanged_client_gets_one_batch_a_round_and_acknowledges_by_as
     assert [r.version for r in control if isinstance(r, PolicyVersion)] == [0, 1, 2]
     assert [r.groups for r in control if isinstance(r, Offered)] == [[2, 3], [4, 0]]
 
+
 async def test_a_batch_that_could_not_be_written_is_handed_out_again(
     broker: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ async def test_a_batch_that_could_not_be_written_is_handed_out_again(
         assert (numbers(answer), answer["batch_id"]) == ([0, 1], 0)
         await member.drain()
 
+
 async def test_a_stale_group_is_dropped_at_hand_out(
     broker: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ async def test_a_stale_group_is_dropped_at_hand_out(
         assert books.dropped == {"stale": 1}
         await member.drain()
 
+
 async def test_a_stopped_run_ends_what_waits(broker: str, prefix: str, tmp_path: Path) -> None:
     run = config(prefix, tmp_path)
     async with topics_of(run, broker) as writer:
@@ -112,6 +115,7 @@ async def test_a_stopped_run_ends_what_waits(broker: str, prefix: str, tmp_path:
         assert (books.delivered, books.dropped) == (2, {"cancelled": 1})
         assert (await member.call("/batch"))["done"] is True
         await member.drain()
+
 
 async def test_the_numpy_client_acknowledges_and_the_example_client_runs(
     broker: str, prefix: str, tmp_path: Path
@@ -153,6 +157,7 @@ async def test_the_numpy_client_acknowledges_and_the_example_client_runs(
         assert (await member.ledger(lambda b: b.books()[0].in_flight == 0)).delivered == 8
         await member.drain()
 
+
 async def test_bad_requests_name_the_field(embedded: str, prefix: str, tmp_path: Path) -> None:
     run = config(prefix, tmp_path)
     async with topics_of(run, embedded):
@@ -178,6 +183,7 @@ async def test_bad_requests_name_the_field(embedded: str, prefix: str, tmp_path:
         assert (await member.call("/batch?ack=7"))["error"] == "batch 7 was not handed out"
         assert await member.call("/status") == {"current_step": 0, "queue_size": 0}
         await member.drain()
+
 
 async def test_a_run_that_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
     sink, route = Sink(), config("p", tmp_path).stages[-1]

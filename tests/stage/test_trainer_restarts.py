@@ -52,6 +52,7 @@ async def test_what_was_not_acknowledged_is_offered_again_whole_after_a_restart(
         assert (await second.ledger()).delivered == 2
         await second.drain()
 
+
 async def test_acknowledged_but_not_in_the_ledger_is_made_good_at_the_next_start(
     broker: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ async def test_acknowledged_but_not_in_the_ledger_is_made_good_at_the_next_start
         answer = await member.batch()
         assert (numbers(answer), answer["batch_id"]) == ([1, 3], 1)
         await member.drain()
+
 
 WORKER = """
 import asyncio, os, signal, sys
@@ -151,6 +153,7 @@ async def test_two_trainer_sinks_one_is_active(broker: str, prefix: str, tmp_pat
         assert (numbers(answer), answer["redelivered"]) == ([0, 1], True)
         await other.drain()
 
+
 async def test_a_sink_that_lost_its_role_unknowingly_stops_at_the_others_offer(
     broker: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -168,6 +171,7 @@ async def test_a_sink_that_lost_its_role_unknowingly_stops_at_the_others_offer(
         answer = await again.batch()
         assert (numbers(answer), answer["redelivered"]) == ([2, 3], True)
         await again.drain()
+
 
 async def test_an_embedded_broker_started_anew_delivers_nothing_twice(
     broker: str, prefix: str, tmp_path: Path

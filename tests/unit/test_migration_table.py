@@ -23,7 +23,7 @@ from making import run
 
 from rollstream.services.cli import propose, start, up
 from rollstream.services.cli.__main__ import COMMANDS
-from rollstream.services.cli.run_settings import SECTIONS, RunSettings, load_run_settings, to_config
+from rollstream.services.cli.run_settings import RunSettings, load_run_settings, to_config
 from rollstream.services.cli.runs import ACTIONS
 from rollstream.services.engine import options as engine
 from rollstream.services.sink.dataset import write_dataset
@@ -37,7 +37,12 @@ from rollstream.shared.config import ConfigError, settings_of
 from rollstream.shared.inference.endpoints import Endpoint
 from rollstream.shared.records import Distilled, EnvRef, Group, Outcome, Row, Sample, Stop
 from rollstream.shared.runs import EnvironmentSource, SinkSettings
-from rollstream.shared.settings import BROKERS_VARIABLE, ServiceSettings, load_settings
+from rollstream.shared.settings import (
+    BROKERS_VARIABLE,
+    ServiceSettings,
+    file_keys,
+    load_settings,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-atropos.md"
 PIPELINES = ("rl", "sft", "eval")
@@ -203,7 +208,7 @@ def exists(token: str, section: str) -> bool:
     if token.startswith("--"):
         return token in flags_of("run")
     if token.startswith("["):
-        return token.strip("[]").partition(".")[0] in SECTIONS
+        return token.strip("[]").partition(".")[0] in file_keys()
     if token.startswith("ROLLSTREAM_"):
         return token in {s.variable for s in settings_of(RunSettings)}
     return defaults(token) is not None or token == BROKERS_VARIABLE or token in names(section)
