@@ -78,6 +78,8 @@ class StageLoop:
         self._wake = asyncio.Event()
         self._committed_at_s = 0.0
         self._later_checked_s = 0.0
+        self._gaps: dict[int, int] = {}
+        """Output positions above which somebody else wrote, as of the last check."""
         self._metrics = Metrics(context.run.pipeline, context.route.instance)
         self._gauges = [
             self._metrics.gauge(IN_FLIGHT, lambda: len(self._tasks)),
@@ -296,15 +298,18 @@ class StageLoop:
                 machine.commit_failed()
 
     async def _check_later(self) -> None:
-        """Work that its old owner may be finishing: look at the output again, then do it."""
+        """Look at the output again for what an old owner has finished; then do what is left."""
         now_s = time.monotonic()
-        if not self._later or now_s - self._later_checked_s < LATER_CHECK_S:
+        if now_s - self._later_checked_s < LATER_CHECK_S:
             return
         self._later_checked_s = now_s
-        concerned = {
-            waiting.work.partition: self._machines[waiting.work.partition]
-            for waiting in self._later if waiting.work.partition in self._machines
-        }
+        gaps = {p: m.out_position for p, m in self._machines.items() if m.has_gap}
+        lasting = {p for p, position in gaps.items() if self._gaps.get(p) == position}
+        self._gaps = gaps
+        lasting |= {waiting.work.partition for waiting in self._later}
+        concerned = {p: m for p, m in self._machines.items() if p in lasting}
+        if not concerned:
+            return
         await read_own_output(self._context, concerned)
         handover_s = min(HANDOVER_S, self._context.run.deadlines.sample_s)
         still: deque[_Waiting] = deque()

@@ -37,6 +37,9 @@ class Commit(NamedTuple):
 class Partition:
     """The state of one assigned partition.
 
+    Invariant: everything below `out_position` of the own output is in `seen`; so a hint never hides
+    what a zombie has written between our own records.
+
     Made anew at each assignment, from the committed offset and hint; then `found` is called for
     each record of the own output from `out_position` on, then `read` for each input record.
     """
@@ -49,6 +52,8 @@ class Partition:
         self._frontier = Frontier(committed or 0)
         self._in_flight: dict[Unit, list[int]] = {}
         self._out_position = hint.out_position
+        self._acknowledged: set[int] = set()
+        """Own output above a gap: somebody else wrote there too, and we have not read it."""
         self._dispatched_to = hint.dispatched_to
         self._last_commit: tuple[int, int] | None = None
 
@@ -63,8 +68,10 @@ class Partition:
         return self._frontier.next_offset
 
     def found(self, unit: Unit, k: int, offset: int, *, parked: bool = False) -> None:
-        """The own output holds this unit at this offset."""
+        """The own output holds this unit at this offset; it is read in order."""
         self._out_position = max(self._out_position, offset + 1)
+        self._acknowledged -= {o for o in self._acknowledged if o <= offset}
+        self._close_gap()
         self._settle(unit, k, parked)
 
     def read(self, offset: int, unit: Unit) -> Verdict:
@@ -103,8 +110,24 @@ class Partition:
 
         With k = 0 it had none: what was held is let go, and nothing is settled.
         """
-        self._out_position = max(self._out_position, out_offset + 1)
+        if out_offset >= self._out_position:
+            self._acknowledged.add(out_offset)
+            self._close_gap()
         self._settle(unit, k, parked)
+
+    def _close_gap(self) -> None:
+        while self._out_position in self._acknowledged:
+            self._acknowledged.remove(self._out_position)
+            self._out_position += 1
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether the own output holds records that were neither written nor read here.
+
+        For a moment after acknowledgements came out of order; for longer where a member that lost
+        the partition still finishes what it had. Until they are read, the hint stays below them.
+        """
+        return bool(self._acknowledged)
 
     def _settle(self, unit: Unit, k: int, parked: bool) -> None:
         if parked:

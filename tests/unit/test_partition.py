@@ -140,7 +140,7 @@ class TwoMembers(RuleBasedStateMachine):
         assert self.commit[0] == len(self.input)
 
 
-TwoMembers.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TwoMembers.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
 test_two_members = TwoMembers.TestCase
 
 
@@ -183,3 +183,18 @@ def test_held_evidence_blocks_the_frontier_and_settles_nothing():
     machine.finished(Unit(-1), 0, -1)
     commit = machine.commit()
     assert commit is None or commit.offset == 2
+
+
+def test_a_zombies_output_between_ours_is_not_hidden_by_the_hint():
+    """It may be generated a second time meanwhile, but a restart finds it."""
+    machine = Partition(1)
+    for i in range(2):
+        machine.read(i, Unit(0, i))
+    machine.finished(Unit(0, 0), K, 1)
+    commit = machine.commit()
+    assert commit is not None
+    assert (commit.hint.out_position, machine.has_gap) == (0, True)
+    machine.found(Unit(0, 1), K, 0)
+    commit = machine.commit()
+    assert commit is not None
+    assert (commit.offset, commit.hint.out_position, machine.has_gap) == (2, 2, False)
