@@ -67,7 +67,7 @@ def check(batch: list[dict], batch_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Take batches as an Atropos trainer does.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--batches", type=int, default=2, help="stop after this many")
     parser.add_argument("--batch-size", type=int, default=32, help="samples, as the run has it")

@@ -234,6 +234,8 @@ def _check_inside(setting: Setting, values: dict[str, Any], sources: dict[str, s
         isinstance(value, int) and not -(2**63) <= value < 2**63
     ):
         raise ConfigError(source, value, "give a finite number of at most 64 bits")
+    if isinstance(value, str) and not value.isprintable():
+        raise ConfigError(source, value, "give printable text, in one line")
     inner, _ = _peel(setting.type)
     struct = next((
         a for a in typing.get_args(inner)
@@ -242,7 +244,8 @@ def _check_inside(setting: Setting, values: dict[str, Any], sources: dict[str, s
     if struct is None:
         return
     known = [field.encode_name for field in msgspec.structs.fields(struct)]
-    entries = value.items() if isinstance(value, dict) else enumerate(value or ())
+    listed = value if isinstance(value, list) else []
+    entries = value.items() if isinstance(value, dict) else enumerate(listed)
     for at, entry in entries:
         for key in entry if isinstance(entry, dict) else ():
             if key not in known:

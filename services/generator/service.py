@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
-
 from rollstream.shared.config import ConfigError
 from rollstream.shared.environments import v0
+from rollstream.shared.environments.library import Library
 from rollstream.shared.inference.client import InferenceClient
 from rollstream.shared.inference.types import InferenceError
 from rollstream.shared.loop import run_stage
@@ -30,8 +29,7 @@ class Generator:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
-        self._loaded: dict[str, v0.Environment] = {}
-        self._loading = asyncio.Lock()
+        self._library = Library()
 
     async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
         """Ask the server once what it can do. Raises Refusal."""
@@ -96,16 +94,10 @@ class Generator:
         for source in run.environments:
             if not source.id:
                 continue
-            key = msgspec.json.encode([source.id, source.args], order="sorted").decode()
-            async with self._loading:
-                try:
-                    if key not in self._loaded:
-                        self._loaded[key] = await asyncio.to_thread(
-                            v0.load, source.id, source.args
-                        )
-                except v0.EnvironmentUnusable as error:
-                    raise Refusal("env", source.id, error.reason) from error
-            found.append(self._loaded[key])
+            try:
+                found.append(await asyncio.to_thread(self._library.get, source.id, source.args))
+            except v0.EnvironmentUnusable as error:
+                raise Refusal("env", source.id, error.reason) from error
         return found
 
 

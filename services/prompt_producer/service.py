@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from rollstream.shared.environments.library import Library
 from rollstream.shared.role import Active, run_active
 from rollstream.shared.routes import Route
 from rollstream.shared.runs import Refusal, RunConfig
@@ -24,10 +25,11 @@ class PromptProducer:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
+        self._library = Library()
 
     async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
         """Rows and fingerprints of the run's sources. Raises Refusal."""
-        sources = await _open(run)
+        sources = await self._open(run)
         return {
             "rows": [len(source.rows) for source in sources],
             "dataset_fingerprints": [source.dataset_fingerprint for source in sources],
@@ -36,7 +38,7 @@ class PromptProducer:
 
     async def attend(self, context: RunContext) -> None:
         run = context.run
-        sources = await _open(run)
+        sources = await self._open(run)
         for declared, found in zip(run.environments, sources, strict=True):
             if declared.dataset_fingerprint not in ("", found.dataset_fingerprint):
                 raise Refusal(
@@ -53,6 +55,8 @@ class PromptProducer:
     async def close(self) -> None:
         """Nothing outlives a run here."""
 
-
-async def _open(run: RunConfig) -> list[Source]:
-    return [await asyncio.to_thread(open_source, source) for source in run.environments]
+    async def _open(self, run: RunConfig) -> list[Source]:
+        return [
+            await asyncio.to_thread(open_source, source, self._library)
+            for source in run.environments
+        ]

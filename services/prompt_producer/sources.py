@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.shared.environments import v0
+from rollstream.shared.environments.library import Library
 from rollstream.shared.environments.rows import fingerprint
 from rollstream.shared.records import EnvRef, Row
 from rollstream.shared.runs import EnvironmentSource, Refusal
@@ -24,14 +25,14 @@ class Source:
         self.dataset_fingerprint = fingerprint(rows)
 
 
-def open_source(source: EnvironmentSource) -> Source:
-    """Load an environment's split, or a file.
+def open_source(source: EnvironmentSource, library: Library) -> Source:
+    """An environment's split, or a file, which is read anew each time.
 
     Raises Refusal naming the field, its value and the fix.
     """
     if source.id:
         try:
-            environment = v0.load(source.id, source.args)
+            environment = library.get(source.id, source.args)
             return Source(environment.ref, environment.rows(source.split))
         except v0.EnvironmentUnusable as error:
             raise Refusal("env", source.id, error.reason) from error
