@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from rollstream.shared.arrays import pack
 from rollstream.shared.bus import Bus, Writer
 from rollstream.shared.ledger import Ledger
 from rollstream.shared.ledger_reader import read_ledger
+from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import (
     EnvRef,
     Issued,
@@ -116,10 +118,22 @@ class Member:
         self.task = asyncio.create_task(Sink().attend(self.context))
 
     async def end(self, status: Status = Status.DONE) -> None:
-        self.context.status = status
-        if status is not Status.DONE:
+        """As the producer ends a run: done only once the leaf has said that its files are there."""
+        if status is Status.DONE:
+            self.context.status = Status.FINISHING
+            await asyncio.wait_for(self._finished(), WAIT_S)
+        else:
             self.context.draining.set()
+        self.context.status = status
         await asyncio.wait_for(self.task, WAIT_S)
+
+    async def _finished(self) -> None:
+        async with LogReader(self.context.bus, self.context.topic("control"), [0]) as control:
+            said: list[Any] = []
+            async for records in control.to_end(WAIT_S):
+                said += records
+            while not any(b'"type":"finished"' in record.value for record in said):
+                said += await control.more(0.1)
 
 
 def lines_of(run: RunConfig, leaf: str = "dataset") -> list[Line]:
