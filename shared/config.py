@@ -321,15 +321,18 @@ def _explained(
     value: Any = values
     for part in name.split("."):
         value = value.get(part, "?") if isinstance(value, dict) else "?"
-    source = sources.get(name, "")
-    if "[" in name:
-        source = sources.get(name.partition("[")[0], "") + name[name.index("["):]
+    top, bracket, rest = name.partition("[")
+    source = sources.get(top, "file")
+    shown = top if source == "file" else source
     fix = text[0].lower() + text[1:]
     if "invalid enum value" in fix and (options := _options(struct, name)):
         fix = f"use one of: {options}"
     if "missing required" in fix:
+        missing = text.partition("`")[2].partition("`")[0]
+        if bracket:
+            return ConfigError(f"{shown}[{rest}.{missing}", "(not given)", "give it")
         return ConfigError(name, "(not given)", f"give --{name.replace('_', '-')}")
-    return ConfigError(source if source.startswith("-") else name, value, fix)
+    return ConfigError(shown + bracket + rest, value, fix)
 
 
 def printable(settings: msgspec.Struct) -> str:

@@ -73,7 +73,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def answer_wait_s(self) -> float:
         """How long a server may keep us from answering a proposal: less than the command waits."""
-        return 0.7 * self.startup_wait_s
+        return 0.6 * self.startup_wait_s
 
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name; a URL is an endpoint of its own.

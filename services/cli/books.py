@@ -13,7 +13,7 @@ from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.runs import RunConfig
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import read_registry
+from .propose import known_runs
 
 READ_S = 300.0
 
@@ -26,7 +26,7 @@ def main(command: str, argv: list[str]) -> int:
 
     async def work(name: str, reach: Reach) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
-        found = (await read_registry(bus, reach.prefix)).runs.get(name)
+        found = (await known_runs(bus, reach.prefix)).runs.get(name)
         if found is None or found.config is None:
             raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
         books = (await read_ledger(bus, found.config, READ_S)).books()

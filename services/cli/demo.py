@@ -27,7 +27,7 @@ from rollstream.shared.runs import RunConfig, Sampling, SinkSettings, Status, Te
 from .books import READ_S, line
 from .connect import open_bus
 from .processes import CannotStart, Children
-from .propose import Refused, create_runs_topic, propose, read_registry
+from .propose import Refused, known_runs, propose, read_registry
 from .run_settings import RunSettings, to_config
 from .up import Stack, add_flags, run_stack
 
@@ -108,8 +108,7 @@ async def _runs(
 
 async def _started(bus: Bus, config: RunConfig) -> RunConfig:
     """Start the run, or find it where a durable broker kept it."""
-    await create_runs_topic(bus, config.prefix)
-    known = (await read_registry(bus, config.prefix)).runs.get(config.run)
+    known = (await known_runs(bus, config.prefix)).runs.get(config.run)
     if known is not None and known.config is not None:
         return known.config
     return await propose(bus, config, STARTUP_WAIT_S)

@@ -25,6 +25,8 @@ class Child:
     command: list[str]
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
+    serves_others: bool = False
+    """Others ask it until they have ended: it ends after them."""
     process: asyncio.subprocess.Process | None = None
     pause_s: float = FIRST_PAUSE_S
     started_s: float = 0.0
@@ -110,17 +112,22 @@ class Children:
         """End them, the last started first told, all waited for; kill what outlives the grace."""
         for task in self._watch:
             task.cancel()
-        living = [c.process for c in reversed(self._children) if c.running and c.process]
-        for process in living:
-            _signal(process, signal.SIGTERM)
-        waits = [asyncio.create_task(process.wait()) for process in living]
-        if waits:
-            await asyncio.wait(waits, timeout=GRACE_S)
-        for process in living:
-            if process.returncode is None:
-                _signal(process, signal.SIGKILL)
-        if waits:
-            await asyncio.wait(waits, timeout=5)
+        living = [child for child in reversed(self._children) if child.running]
+        await _end([c.process for c in living if c.process and not c.serves_others])
+        await _end([c.process for c in living if c.process and c.serves_others])
+
+
+async def _end(processes: list[asyncio.subprocess.Process]) -> None:
+    if not processes:
+        return
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    waits = [asyncio.create_task(process.wait()) for process in processes]
+    await asyncio.wait(waits, timeout=GRACE_S)
+    for process in processes:
+        if process.returncode is None:
+            _signal(process, signal.SIGKILL)
+    await asyncio.wait(waits, timeout=5)
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:

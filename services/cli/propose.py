@@ -100,16 +100,6 @@ async def propose(bus: Bus, config: RunConfig, wait_s: float) -> RunConfig:
         await writer.close()
 
 
-async def create_runs_topic(bus: Bus, prefix: str) -> None:
-    """Make the topic that tells which runs there are. Raises TopicError."""
-    admin = bus.admin()
-    await start(admin)
-    try:
-        await create(admin, [runs_spec(prefix)])
-    finally:
-        await stop(admin)
-
-
 async def _check_free(bus: Bus, config: RunConfig) -> Run | None:
     """What there is of a run of this name: at most a proposal that was never decided."""
     registry = await read_registry(bus, config.prefix)
@@ -141,6 +131,18 @@ async def read_registry(bus: Bus, prefix: str) -> Registry:
             for record in records:
                 registry.apply(record.key, record.value)
     return registry
+
+
+async def known_runs(bus: Bus, prefix: str) -> Registry:
+    """The same, or none where nobody has made the runs topic yet. Raises Lost."""
+    admin = bus.admin()
+    await start(admin)
+    try:
+        # All names: the embedded broker creates what it is asked for by name.
+        there = runs_topic(prefix) in await admin.list_topics()
+    finally:
+        await stop(admin)
+    return await read_registry(bus, prefix) if there else Registry()
 
 
 async def _ask(

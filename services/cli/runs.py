@@ -13,7 +13,7 @@ from rollstream.shared.runs import Run, Status, config_key, state_key
 from rollstream.shared.topics import TopicError, delete, runs_topic
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import read_registry, set_status
+from .propose import known_runs, set_status
 
 ACTIONS: dict[str, Status] = {
     "pause": Status.PAUSED, "resume": Status.RUNNING, "stop": Status.STOPPED,
@@ -29,7 +29,7 @@ def main(command: str, argv: list[str]) -> int:
 
     async def work(action: str, name: str | None, reach: Reach) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
-        runs = (await read_registry(bus, reach.prefix)).runs
+        runs = (await known_runs(bus, reach.prefix)).runs
         if action == "list":
             print("\n".join(_line(run) for run in runs.values()) or "no runs")
             return 0

@@ -179,7 +179,7 @@ async def _engine(
         sys.executable, "-m", "rollstream.services.engine", "--port", "0", "--model", given.model,
         "--parent-pid", str(os.getpid()), *given.engine_flags.split(),
     ]
-    child = Child("engine", command, folder / "logs" / "engine.log")
+    child = Child("engine", command, folder / "logs" / "engine.log", serves_others=True)
     child.log.parent.mkdir(parents=True, exist_ok=True)
     child.log.write_bytes(b"")
     print("engine: loading the model ...", flush=True)

@@ -36,7 +36,8 @@ class Generator:
         fingerprints = {e.ref.id: e.ref.fingerprint for e in await self._environments(run)}
         async with self._client(run) as client:
             try:
-                async with asyncio.timeout(self._settings.answer_wait_s):
+                # The wait says more than the timeout does, so it comes first.
+                async with asyncio.timeout(self._settings.answer_wait_s * 1.2):
                     await client.wait_until_up(self._settings.answer_wait_s)
                     found = await client.capabilities(run.model or None)
             except (InferenceError, TimeoutError) as error:

@@ -37,7 +37,8 @@ class TeacherDistiller:
             raise Refusal("teacher.model", "(not given)", "give the name of the teacher's model")
         async with self._client(run) as client:
             try:
-                async with asyncio.timeout(self._settings.answer_wait_s):
+                # The wait says more than the timeout does, so it comes first.
+                async with asyncio.timeout(self._settings.answer_wait_s * 1.2):
                     await client.wait_until_up(self._settings.answer_wait_s)
                     found = await client.capabilities(teacher.model)
             except (InferenceError, TimeoutError) as error:

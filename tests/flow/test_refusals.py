@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PROGRAM = [sys.executable, "-m", "rollstream.services.cli"]
 ENV = ["--env", "two_digit_addition", "--startup-wait-s", "40"]
 AT_ONCE = 3
-SECRET = "sk-do-not-print-me"
 
 
 class TextServer(BaseHTTPRequestHandler):
@@ -112,18 +111,8 @@ url = "http://127.0.0.1:{taken_port}/v1"
     "no_column.jsonl": '{"q": "1 + 1"}\n',
     "bad_line.jsonl": '{"question": "1 + 1"}\n[1]\n',
     "bad_messages.jsonl": '{"messages": ["hi"]}\n',
-    "rows.jsonl": '{"question": "1 + 1"}\n',
     "plain_file": "not a folder\n",
-    "run_is_3.toml": "run = 3\n",
-    "route_is_3.toml": "route = 3\n",
-    "unknown_route.toml": '[[route]]\npipeline = "sft"\ninstance = "scorre"\ninput = "rollouts"\n',
     "unknown_table.toml": '[rnu]\nenv = "two_digit_addition"\n',
-    "unknown_key.toml": "[run]\ngruop_size = 3\n",
-    "unknown_service_key.toml": "[scorer]\nwokers = 3\n",
-    "secret_key.toml": f'[endpoints.default]\nurl = "http://localhost:1"\napi_key = "{SECRET}"\n',
-    "deep.toml": "a = " + "[" * 50_000,
-    "huge.toml": "# " + "x" * 2_000_000,
-    "empty.toml": "",
     "broken_env.py": "import no_such_module_anywhere\n",
 }
 
@@ -139,7 +128,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     place = Place(folder, "", text.server_port, closed.getsockname()[1], silent.getsockname()[1])
     for name, content in FILES.items():
         (folder / name).write_text(place.fill(content))
-    (folder / "binary.toml").write_bytes(bytes(range(256)))
     command = [*PROGRAM, "up", "--config", "common.toml", "--engine",
                "--engine-flags", "--script script.jsonl"]
     with (folder / "up.log").open("wb") as log:
@@ -170,7 +158,6 @@ class Case:
 
     arguments: list[str]
     words: list[str]
-    variables: dict[str, str] = field(default_factory=dict)
     lines: int = 1
     """More where several stages refuse: then at most one each."""
 
@@ -217,77 +204,27 @@ RUNS: dict[str, Case] = {
 
 NO_MODEL = ["sft", "--env", "x", "--model", "m"]
 INPUT: list[Case] = [
-    Case(["sfft"], ["command = sfft: no such command; did you mean sft?"]),
-    Case(["start", "rll", *ENV], ["pipeline = rll: use one of: rl, sft, eval"]),
-    Case(["start"], ["PIPELINE = (not given)"]),
     Case(["run", "nosuch"], ["service = nosuch: use one of: generator"]),
-    Case(["run"], ["service = (not given): use one of: generator"]),
-    Case(["sft"], ["--env = (not given): give an environment id"]),
-    Case([*ENV, "--group-size", "0"], ["--group-size = 0: expected `int` >= 1"]),
-    Case(["rl", *ENV, "--batch-size", "12"], ["--batch-size = 12: make it a multiple"]),
-    Case([*ENV, "--seed", "1" + "0" * 30], ["--seed = 1000", "at most 64 bits"]),
-    Case([*ENV, "--sampling.temperature", "inf"], ["--sampling.temperature = inf: give a finite"]),
-    Case([*ENV, "--run", "Two Words"], ["--run = Two Words: use 1 to 63 of a-z"]),
-    Case([*ENV, "--model", "a\nb\udcff", "--run", "-"], ["no answer|model = a b?"]),
-    Case([*ENV, "--env-args", "{seed: 1}"], ["--env-args = {seed: 1}: give json"]),
-    Case([*ENV, "--env-args", "[1]"], ["--env-args = [1]", "expected `object`"]),
-    Case([*ENV, "--environments", '[{"id": "a", "wieght": 2}]'],
-         ["--environments.0.wieght", "did you mean --environments.0.weight?"]),
-    Case([*ENV, "--dataset", "rows.jsonl"], ["--dataset = rows.jsonl: give an environment or a"]),
-    Case([*ENV, "--gruop-size", "3"], ["--gruop-size = 3: no such flag; did you mean --group-size"]),
-    Case([*ENV, "--model"], ["--model = (not given): expected one argument"]),
-    Case([*ENV, "stray"], ["argument = stray: no such argument"]),
-    Case([*ENV, "--api-key", SECRET], ["--api-key = ?: no such flag"]),
-    Case(ENV, ["ROLLSTREAM_GRUOP_SIZE = ?", "did you mean ROLLSTREAM_GROUP_SIZE?"],
-         {"ROLLSTREAM_GRUOP_SIZE": "3"}),
-    Case(ENV, ["group_size = 0|ROLLSTREAM_GROUP_SIZE = 0"], {"ROLLSTREAM_GROUP_SIZE": "0"}),
-    Case(["rl", *ENV, "--teacher.endpoint", "default"], ["--teacher.model = (not given)"]),
-    Case(["rl", *ENV, "--teacher.model", "m"], ["--teacher.endpoint = (not given)"]),
-    Case(["rl", *ENV, "--teacher.top-k", "3"], ["--teacher.endpoint = (not given)"]),
-    Case(["eval", *ENV, "--teacher.endpoint", "default", "--teacher.model", "m"],
-         ["eval has no teacher"]),
-    Case([*ENV, "--endpoint", f"http://me:{SECRET}@localhost:1"],
-         ["--endpoint = ?: credentials in a URL end up in logs"]),
-    *(Case([*ENV, "--config", f"{name}.toml"], words) for name, words in {
-        "absent": ["--config = absent.toml: give a readable TOML file"],
-        "binary": ["--config = binary.toml: give a readable TOML file"],
-        "deep": ["--config = deep.toml: give a TOML file less deeply nested"],
-        "huge": ["--config = huge.toml", "larger than 1048576 bytes"],
-        "run_is_3": ["run = 3: write it as a table [run]"],
-        "route_is_3": ["route = 3: write each row as a table [[route]]"],
-        "unknown_route": ["route sft/scorre"],
-        "unknown_table": ["rnu = ?: no such setting; did you mean run?"],
-        "unknown_key": ["gruop_size = ?: no such setting; did you mean group_size?"],
-    }.items()),
+    Case(["sft", *ENV, "--group-size", "0"], ["--group-size = 0: expected `int` >= 1"]),
+    Case(["start", "rll", *ENV], ["pipeline = rll: use one of: rl, sft, eval"]),
     Case([*NO_MODEL, "--brokers", "127.0.0.1:{taken_port}"],
          ["--brokers = 127.0.0.1:{taken_port}", "no answer within 5 s"]),
     Case([*NO_MODEL, "--brokers", "127.0.0.1:{closed_port}"], ["no connection (refused)"]),
     Case([*NO_MODEL, "--brokers", "localhost"], ["write host:port"]),
     Case(["runs", "show", "nosuch"], ["RUN = nosuch: no such run"]),
     Case(["runs", "stop"], ["RUN = (not given): no such run"]),
-    Case(["runs", "explode"], ["action = explode: choose from 'list'"]),
     Case(["ledger", "nosuch"], ["RUN = nosuch: no such run"]),
-    Case(["ledger"], ["required: RUN"]),
-    Case(["routes", "--config", "route_is_3.toml"], ["route = 3: write each row"]),
     Case(["up"], ["folder = ", "runs here already"]),
     Case(["demo"], ["folder = ", "runs here already"]),
-    Case(["demo", "--rl-batches", "0"], ["--rl-batches = 0: give at least 1"]),
-    Case(["up", "--broker", "rabbit"], ["--broker = rabbit: choose from 'embedded', 'kafka'"]),
-    *(Case(["run", "scorer", *flags], words) for flags, words in (
-        (["--brokers", "127.0.0.1:{closed_port}", "--startup-wait-s", "1"],
+    *(Case(["run", "scorer", "--brokers", *flags], words) for flags, words in (
+        (["127.0.0.1:{closed_port}", "--startup-wait-s", "1"],
          ["--brokers = 127.0.0.1:{closed_port}", "no connection (refused)"]),
-        (["--brokers", "{brokers}", "--health-port", "{taken_port}"],
+        (["{brokers}", "--health-port", "{taken_port}"],
          ["--health-port = {taken_port}: this port of 127.0.0.1 is in use"]),
-        (["--brokers", "{brokers}", "--prefix", "a.b"], ["prefix = a.b: use 1 to 63 of"]),
-        (["--brokers", "{brokers}", "--instance", "sink:x"], ["--instance = sink:x: give scorer"]),
-        (["--max-in-flight", "0"], ["--max-in-flight = 0: expected `int` >= 1"]),
-        (["--wokers", "3"], ["--wokers = 3: no such flag; did you mean --workers?"]),
-        (["--config", "unknown_service_key.toml"], ["wokers = ?", "did you mean workers?"]),
-        (["--config", "secret_key.toml"], ["endpoints.default.api_key = ?", "api_key_env?"]),
-        ([], ["--brokers = (not given): give host:port"]),
+        (["{brokers}", "--prefix", "a.b"], ["prefix = a.b: use 1 to 63 of"]),
     )),
 ]
-"""What the command line itself refuses."""
+"""What a command refuses by itself, once it has looked; the rest: tests/unit/test_cli_input.py."""
 
 
 @pytest.fixture(scope="module")
@@ -295,14 +232,11 @@ def outcomes(place: Place) -> Iterator[dict[str, Future[subprocess.CompletedProc
     """All cases, a few at once: waiting for stages takes most of their time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = {
-            name: pool.submit(place.run, *case.arguments, "--run", name, variables=case.variables)
+            name: pool.submit(place.run, *case.arguments, "--run", name)
             for name, case in RUNS.items()
         }
         for number, case in enumerate(INPUT):
-            arguments = case.arguments
-            if arguments and arguments[0].startswith("--"):
-                arguments = ["sft", *arguments]
-            found[str(number)] = pool.submit(place.run, *arguments, variables=case.variables)
+            found[str(number)] = pool.submit(place.run, *case.arguments)
         yield found
 
 
@@ -313,8 +247,7 @@ def refused(place: Place, case: Case, done: subprocess.CompletedProcess[str]) ->
     assert 1 <= len(said.splitlines()) <= case.lines, said
     assert said.startswith("rollstream"), said
     for words in map(place.fill, case.words):
-        assert any(option in said for option in words.split("|")), said
-    assert SECRET not in said + done.stdout
+        assert words in said, said
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -365,8 +298,6 @@ def test_nothing_of_refused_runs_is_left(place: Place, outcomes):
     assert place.run("runs", "list").stdout == "no runs\n"
     folders = {path.name for path in (place.folder / "runs").iterdir() if path.is_dir()}
     assert folders <= {"logs", "taken"}
-    for log in (place.folder / "runs" / "logs").glob("*.log"):
-        assert SECRET not in log.read_text(errors="replace")
 
 
 @pytest.mark.parametrize("arguments", [
