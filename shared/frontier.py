@@ -41,6 +41,10 @@ class Frontier:
         """Its output is acknowledged, or it needs none."""
         self._open.pop(offset, None)
 
+    def skip_to(self, offset: int) -> None:
+        """Go on from here: nothing before it is left to be read. Nothing may be open."""
+        self._next = max(self._next, offset)
+
     @property
     def position(self) -> int:
         """The offset to commit."""
@@ -63,12 +67,20 @@ class Hint(msgspec.Struct, frozen=True, array_like=True):
     seen: SeenState = SeenState()
     dispatched_to: int = 0
     """Offsets below may still be worked on by the member that lost the partition."""
+    log_id: str = ""
+    """Which life of the topics the commit speaks of: a commit outlives a topic that is remade."""
 
 
 def encode_hint(hint: Hint) -> str:
-    """As text for the commit's metadata; empty where it does not fit."""
-    text = base64.b64encode(zlib.compress(msgspec.msgpack.encode(hint))).decode()
-    return text if len(text) <= MAX_HINT_CHARACTERS else ""
+    """As text for the commit's metadata; without what is seen where that does not fit."""
+    text = _text(hint)
+    if len(text) <= MAX_HINT_CHARACTERS:
+        return text
+    return _text(Hint(dispatched_to=hint.dispatched_to, log_id=hint.log_id))
+
+
+def _text(hint: Hint) -> str:
+    return base64.b64encode(zlib.compress(msgspec.msgpack.encode(hint))).decode()
 
 
 def decode_hint(text: str | None) -> Hint | None:

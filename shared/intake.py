@@ -29,6 +29,7 @@ from rollstream.shared.records import (
     group_of,
     passed_on,
 )
+from rollstream.shared.retention import LostUnit, ended_as_lost
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
 from rollstream.shared.step import Step
@@ -176,6 +177,12 @@ class Intake:
             record.partition, _evidence_unit(record), 0, None, [original],
             evidence=Failure("undecodable", reason),
         )
+
+    def lost(self, partition: int, lost: LostUnit) -> Work:
+        """A unit that must end although its records were deleted unread."""
+        output = ended_as_lost(self.produces, self._context.run, lost)
+        nothing = Original(-1, b"", [])
+        return Work(partition, lost.unit, lost.k, output, [nothing], output=output)
 
     def settled(self, partition: int, unit: Unit) -> None:
         """The unit's output is written: what was assembled of it meanwhile is not needed."""

@@ -59,16 +59,18 @@ class Ledger:
         """Issued groups whose ends come from an earlier log of the run."""
         self.strangers = 0
 
-    def apply(self, partition: int, record: Issued | Ended | Redriven) -> None:
-        """Take the next record of a ledger partition in."""
+    def apply(
+        self, partition: int, record: Issued | Ended | Redriven, at_s: float = 0.0
+    ) -> None:
+        """Take the next record of a ledger partition in; `at_s` is its own time."""
         if record.n < 0 or record.n % self._partitions != partition:
             self.strangers += 1
         elif isinstance(record, Issued):
-            self._issue(partition, record)
+            self._issue(partition, record, at_s)
         elif isinstance(record, Redriven):
             self._redriven.add(record.n)
             for leaf in self._leaves.values():
-                leaf.parked.pop(record.n, None)
+                leaf.redrive(record.n, at_s)
             self._forget_redriven(record.n)
         elif record.leaf in self._leaves:
             self._leaves[record.leaf].end(record)
@@ -76,7 +78,7 @@ class Ledger:
         else:
             self.strangers += 1
 
-    def _issue(self, partition: int, record: Issued) -> None:
+    def _issue(self, partition: int, record: Issued, at_s: float) -> None:
         if self._issued[partition].has(Unit(record.n)):
             return
         self._issued[partition].add_group(record.n)
@@ -84,7 +86,7 @@ class Ledger:
         self._issued_samples += record.k
         self.restored += record.restored
         for leaf in self._leaves.values():
-            leaf.issue(record.n, record.k)
+            leaf.issue(record.n, record.k, at_s)
 
     def _forget_redriven(self, n: int) -> None:
         if all(leaf.ended(n) for leaf in self._leaves.values()):
@@ -128,6 +130,16 @@ class Ledger:
         found = self._leaves[leaf]
         return sorted(n for n in found.open if n not in found.parked)
 
+    def samples(self, leaf: str, n: int) -> int:
+        """The group size of a group that is open, 0 for any other."""
+        found = self._leaves[leaf].open.get(n)
+        return found.k if found else 0
+
+    def open_since_s(self, leaf: str, n: int) -> float | None:
+        """When a group in flight was issued, or put back; None where it is not in flight."""
+        found = self._leaves[leaf]
+        return found.open[n].since_s if n in found.open and n not in found.parked else None
+
     def parked_groups(self, leaf: str) -> list[int]:
         """The groups that are set aside and not put back, in order."""
         found = self._leaves[leaf]
@@ -157,14 +169,21 @@ class Ledger:
         )
 
 
+class _Open(NamedTuple):
+    """A group that was issued and has no end."""
+
+    k: int
+    since_s: float
+
+
 class _Leaf:
     """One leaf's side of the books."""
 
     def __init__(self, partitions: int) -> None:
         self._partitions = partitions
         self.final = [Seen(partitions) for _ in range(partitions)]
-        self.open: dict[int, int] = {}
-        """Issued and not ended, parked ones too: n to its samples."""
+        self.open: dict[int, _Open] = {}
+        """Issued and not ended, parked ones too, by n."""
         self.parked: dict[int, None] = {}
         """Set aside, issued already or not."""
         self.early: dict[int, Ended] = {}
@@ -177,12 +196,17 @@ class _Leaf:
     def ended(self, n: int) -> bool:
         return self.final[n % self._partitions].has(Unit(n))
 
-    def issue(self, n: int, k: int) -> None:
+    def issue(self, n: int, k: int, at_s: float) -> None:
         early = self.early.pop(n, None)
         if early is None:
-            self.open[n] = k
+            self.open[n] = _Open(k, at_s)
         else:
             self._count(early)
+
+    def redrive(self, n: int, at_s: float) -> None:
+        self.parked.pop(n, None)
+        if n in self.open:
+            self.open[n] = self.open[n]._replace(since_s=at_s)
 
     def end(self, record: Ended) -> None:
         if self.ended(record.n):
@@ -212,4 +236,4 @@ class _Leaf:
     @property
     def in_flight_samples(self) -> int:
         """Summed anew: what is open is bounded by admission."""
-        return sum(self.open.values()) - sum(self.open.get(n, 0) for n in self.parked)
+        return sum(found.k for n, found in self.open.items() if n not in self.parked)

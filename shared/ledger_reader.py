@@ -53,7 +53,7 @@ class LedgerReader:
                 self.books.strangers += 1
                 continue
             if isinstance(record, Issued | Ended | Redriven):
-                self.books.apply(raw.partition, record)
+                self.books.apply(raw.partition, record, raw.timestamp / 1000)
 
 
 async def read_ledger(bus: Bus, run: RunConfig, timeout_s: float) -> Ledger:

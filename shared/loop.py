@@ -20,6 +20,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import (
@@ -34,11 +35,13 @@ from rollstream.shared.frontier import encode_hint
 from rollstream.shared.intake import Intake, Work
 from rollstream.shared.metrics import COMMIT_LAG, GROUPS_OPEN, IN_FLIGHT, Metrics
 from rollstream.shared.partition import Partition
+from rollstream.shared.records import Rollout
+from rollstream.shared.retention import find_lost
 from rollstream.shared.runs import Status
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
 from rollstream.shared.step import Step
-from rollstream.shared.takeover import machines_from_commits, read_own_output
+from rollstream.shared.takeover import deleted_unread, machines_from_commits, read_own_output
 from rollstream.shared.worker import Worker
 
 COMMIT_EVERY_S = 0.5
@@ -140,8 +143,8 @@ class StageLoop:
         try:
             got = await consumer.getmany(timeout_ms=POLL_MS, max_records=most)
         except OffsetOutOfRangeError as error:
-            await self._out_of_range(consumer, error)
-            return
+            # The next attempt looks at what is left of the log before it reads (`takeover`).
+            raise Lost(f"{self._in_topic} no longer holds {error.args[0]}") from error
         except IllegalStateError:
             # The assignment changed between two awaits (aiokafka issue 929).
             return
@@ -160,8 +163,17 @@ class StageLoop:
             if tp in got or tp not in consumer.assignment():
                 continue
             high_water = consumer.highwater(tp)
-            if high_water is not None and self._machines[partition].next_offset >= high_water:
-                self._intake.at_end(partition, now_s)
+            try:
+                # The consumer's own: it also passes what is no record, e.g. transaction markers.
+                position = await consumer.position(tp)
+            except IllegalStateError:
+                continue
+            if high_water is None or position < high_water:
+                continue
+            if position > high_water:
+                # The embedded broker says nothing about a position beyond its log's end.
+                raise Lost(f"{self._in_topic}-{partition} ends before our position {position}")
+            self._intake.at_end(partition, now_s)
 
     def _take(self, machine: Partition, record: ConsumerRecord) -> None:
         for work in self._intake.read(machine, record):
@@ -239,9 +251,12 @@ class StageLoop:
         self._later.clear()
         self._intake.forget()
         machines = await machines_from_commits(self._context, partitions)
+        short = await deleted_unread(self._context, machines)
         # From here on, tasks that finish are told to the new machines.
         self._machines = machines
         await read_own_output(self._context, machines)
+        if short:
+            await self._end_lost(short)
         if self._assigned is not None:
             return
         for p, machine in machines.items():
@@ -257,20 +272,19 @@ class StageLoop:
             offsets={p: m.next_offset for p, m in machines.items()},
         )
 
-    async def _out_of_range(
-        self, consumer: AIOKafkaConsumer, error: OffsetOutOfRangeError
-    ) -> None:
-        """A committed offset that the log does not have any more is loud, never a silent jump."""
-        for tp, offset in (error.args[0] if error.args else {}).items():
-            first = (await consumer.beginning_offsets([tp]))[tp]
-            self._log.error(
-                "input position is gone: records were deleted before they were read",
-                partition=tp.partition, position=offset, first_kept=first,
-                missing=max(0, first - offset),
-            )
-            if first <= offset:
-                raise Lost(f"{tp.topic}-{tp.partition} ends before our position {offset}")
-            consumer.seek(tp, first)
+    async def _end_lost(self, first: dict[int, int]) -> None:
+        """End what was deleted before it was read; the input goes on at the first kept offset."""
+        machines, partitions = self._machines, self._context.run.partitions
+        lost = await find_lost(
+            self._context, first, lambda unit: machines[unit.n % partitions].knows(unit),
+            samples=self._intake.produces is Rollout,
+        )
+        for p, found in lost.items():
+            machines[p].deleted([one.unit for one in found], first[p])
+            self._ready.extend(self._intake.lost(p, one) for one in found)
+            if found:
+                self._log.error("records were deleted before they were read: dropped",
+                                partition=p, lost=len(found), first_n=found[0].unit.n)
 
     # -- commit, late work, deadlines ----------------------------------------------------------
 
@@ -283,7 +297,8 @@ class StageLoop:
         for p, machine in self._machines.items():
             if (commit := machine.commit(revoked=keep_dispatched)) is not None:
                 tp = TopicPartition(self._in_topic, p)
-                offsets[tp] = (commit.offset, encode_hint(commit.hint))
+                hint = msgspec.structs.replace(commit.hint, log_id=self._context.run.log_id)
+                offsets[tp] = (commit.offset, encode_hint(hint))
         if not offsets:
             return
         try:
@@ -310,7 +325,10 @@ class StageLoop:
         concerned = {p: m for p, m in self._machines.items() if p in lasting}
         if not concerned:
             return
+        known = dict(concerned)
         await read_own_output(self._context, concerned)
+        if known != concerned:
+            raise Lost("the own output was made anew")
         handover_s = min(HANDOVER_S, self._context.run.deadlines.sample_s)
         still: deque[_Waiting] = deque()
         for waiting in self._later:

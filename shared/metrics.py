@@ -45,6 +45,7 @@ Gauge = Literal[
     "rollstream.frontier",
     "rollstream.groups.open",
     "rollstream.groups.in_flight",
+    "rollstream.groups.oldest",
     "rollstream.policy.version",
     "rollstream.event_loop.lag",
 ]
@@ -60,6 +61,8 @@ GROUPS_OPEN: Final = "rollstream.groups.open"
 """Gauge {pipeline, stage}: groups that wait for siblings."""
 GROUPS_IN_FLIGHT: Final = "rollstream.groups.in_flight"
 """Gauge {pipeline, stage}: issued and not ended (producer)."""
+OLDEST_GROUP: Final = "rollstream.groups.oldest"
+"""Gauge in seconds {pipeline, stage}: age of the oldest group in flight (producer)."""
 POLICY_VERSION: Final = "rollstream.policy.version"
 """Gauge {pipeline, stage}: the newest version that was announced."""
 EVENT_LOOP_LAG: Final = "rollstream.event_loop.lag"
@@ -67,7 +70,7 @@ EVENT_LOOP_LAG: Final = "rollstream.event_loop.lag"
 
 _GAUGES: dict[Gauge, str] = {
     IN_FLIGHT: "", LAG: "", COMMIT_LAG: "", FRONTIER: "", GROUPS_OPEN: "", GROUPS_IN_FLIGHT: "",
-    POLICY_VERSION: "", EVENT_LOOP_LAG: "s",
+    OLDEST_GROUP: "s", POLICY_VERSION: "", EVENT_LOOP_LAG: "s",
 }
 _STEP_BOUNDS_S = [0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800]
 # None below 0: Prometheus leaves out a histogram's sum, and so the mean, where a bound is negative.

@@ -20,12 +20,13 @@ async def read_to_end(
     take: Callable[[ConsumerRecord], None],
     *,
     timeout_s: float = 600.0,
-    gone: Callable[[int], None],
+    gone: Callable[[int, int], None],
 ) -> None:
     """Give each record from the partitions' start positions on to `take`.
 
-    A start that the log does not reach is told to `gone`, and that partition is read from its first
-    kept record instead; `take` may see a record twice then. Raises Lost past the deadline.
+    A start that the log does not reach is told to `gone`, with the first kept offset, and that
+    partition is read from there instead; `take` may see a record twice then. Raises Lost past the
+    deadline.
     """
     if not starts:
         return
@@ -38,9 +39,10 @@ async def read_to_end(
                         take(record)
                 return
             except Gone as error:
+                first = await log.first(error.partitions)
                 for partition in error.partitions:
-                    gone(partition)
-                log.position |= await log.first(error.partitions)
+                    gone(partition, first[partition])
+                log.position |= first
 
 
 async def last_records(

@@ -7,6 +7,7 @@ read; a duplicate is recognised for ever; work that outlived a rebalance is adop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ class Partition:
     def read(self, offset: int, unit: Unit) -> Verdict:
         """An input record was read; its offset is the unit's to finish."""
         self._frontier.add(offset)
-        if self.seen.has(unit) or self.seen.is_parked(unit.n):
+        if self.knows(unit):
             self._frontier.done(offset)
             return Verdict.KNOWN
         if unit in self._in_flight:
@@ -94,6 +95,19 @@ class Partition:
             return Verdict.KNOWN
         self._in_flight[unit] = [offset]
         return Verdict.WORK
+
+    def deleted(self, units: Sequence[Unit], first: int) -> None:
+        """The log begins at `first` now, and these units lay before it: they must end without it.
+
+        Each holds the frontier at a deleted offset until its output is acknowledged. Called before
+        the first read.
+        """
+        gone = range(self.next_offset, first)
+        for at, unit in zip(gone, units, strict=False):
+            self.hold(at, unit)
+        for unit in units[len(gone):]:
+            self._in_flight[unit] = [gone[-1]]
+        self._frontier.skip_to(first)
 
     def hold(self, offset: int, unit: Unit) -> None:
         """An input record that settles nothing, but must be dealt with before it is passed."""
@@ -136,6 +150,10 @@ class Partition:
             self.seen.add(unit, k)
         for offset in self._in_flight.pop(unit, ()):
             self._frontier.done(offset)
+
+    def knows(self, unit: Unit) -> bool:
+        """Whether the unit is settled or set aside."""
+        return self.seen.has(unit) or self.seen.is_parked(unit.n)
 
     def in_flight(self, unit: Unit) -> bool:
         return unit in self._in_flight

@@ -17,6 +17,8 @@ import msgspec
 from rollstream.shared.arrays import Packed
 
 SCHEMA_VERSION = 1
+RETENTION = "retention"
+"""Failure type and drop reason of what its topic deleted before it was read."""
 
 Message = dict[str, Any]
 """A chat message as OpenAI's API has it: role, content, and tool_calls where there are some."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rollstream.shared.config import ConfigError
-from rollstream.shared.records import Kind, RewardPart, Sample, Scored, Stop
+from rollstream.shared.records import RETENTION, Kind, RewardPart, Sample, Scored, Stop
 from rollstream.shared.runs import RunConfig
 
 Advantages = Callable[[Sequence[float]], Sequence[float]]
@@ -80,10 +80,13 @@ def drop_reason(group: Scored, run: RunConfig) -> str | None:
     """Why a scored group is not to be delivered, or None.
 
     The group policy first (`complete`: no sample may have failed; `min_viable`: at least so many
-    rewarded ones), then the filters. An eval is never filtered, but for a run that was stopped.
+    rewarded ones), then the filters. An eval is never filtered, but for a run that was stopped and
+    for samples that its topics' retention deleted.
     """
     if any(sample.stop is Stop.CANCELLED for sample in group.samples):
         return Stop.CANCELLED.value
+    if any(sample.error is not None and sample.error.type == RETENTION for sample in group.samples):
+        return RETENTION
     if run.pipeline == "eval":
         return None
     failed = [sample for sample in group.samples if not sample.stop.scored]

@@ -93,6 +93,14 @@ class Deadlines(msgspec.Struct, frozen=True):
     sample_s: Annotated[float, Meta(gt=0)] = 1200.0
     group_s: Annotated[float, Meta(gt=0)] = 1800.0
     scoring_s: Annotated[float, Meta(gt=0)] = 60.0
+    outage_s: Annotated[
+        float, Meta(gt=0, description="the longest outage of a stage that must lose nothing")
+    ] = 28_800.0
+
+    @property
+    def least_retention_ms(self) -> int:
+        """How long a topic must keep records, so that they are read before they go."""
+        return int(2000 * (max(self.sample_s, self.teacher_s, self.group_s) + self.outage_s))
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

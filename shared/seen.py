@@ -28,6 +28,11 @@ class SeenState(msgspec.Struct, frozen=True, array_like=True):
     """Ordinal to the bits of the samples that were seen."""
     parked: list[int] = []
 
+    def samples(self, k: int) -> int:
+        """How many samples of groups of k it holds."""
+        complete = self.watermark + int.from_bytes(self.complete, "little").bit_count()
+        return complete * k + sum(bits.bit_count() for bits in self.partial.values())
+
 
 class Seen:
     """The groups of one partition that are settled, and the samples of those that are not yet.

@@ -15,9 +15,11 @@ from aiokafka.errors import KafkaError
 from rollstream.shared.bus import Lost, start, stop
 from rollstream.shared.codec import header_int, header_text
 from rollstream.shared.frontier import decode_hint
+from rollstream.shared.log_reader import LogReader
 from rollstream.shared.output_tail import read_to_end
 from rollstream.shared.partition import Partition
 from rollstream.shared.records import Kind
+from rollstream.shared.runs import RunConfig
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
 
@@ -46,10 +48,55 @@ async def machines_from_commits(
         await stop(admin)
     for tp, commit in answer.items():
         if commit.offset >= 0:
-            machines[tp.partition] = Partition(
-                context.run.partitions, committed=commit.offset, hint=decode_hint(commit.metadata)
+            machines[tp.partition] = machine_from_commit(
+                context.run, commit.offset, commit.metadata
             )
     return machines
+
+
+def machine_from_commit(run: RunConfig, offset: int, metadata: str | None) -> Partition:
+    """Where a commit says that a partition stands; at its start where it is of another log.
+
+    A broker that discards metadata (the embedded one) can't say which log it speaks of, but it
+    keeps neither the log nor the commit.
+    """
+    hint = decode_hint(metadata)
+    if hint is not None and hint.log_id != run.log_id:
+        structlog.get_logger().warning(
+            "a commit of another log of this run is left aside", run=run.run, log_id=hint.log_id
+        )
+        return Partition(run.partitions)
+    return Partition(run.partitions, committed=offset, hint=hint)
+
+
+async def deleted_unread(context: RunContext, machines: dict[int, Partition]) -> dict[int, int]:
+    """Where the input begins after a machine's position: the first kept offset by partition.
+
+    Where it ends before the position it was made anew, and the machine starts over. Both are loud:
+    there is never a silent jump (rule 24). Raises Lost.
+    """
+    topic, short = context.topic(context.route.input or ""), dict[int, int]()
+    if not machines:
+        return short
+    async with LogReader(context.bus, topic, machines) as log:
+        first = await log.first(machines)
+        log.position = dict(first)
+        ends = await log.ends(COMMITS_TIMEOUT_S)
+    tell = structlog.get_logger().bind(
+        run=context.run.run, stage=context.route.instance, topic=topic
+    )
+    for p, machine in machines.items():
+        position = machine.next_offset
+        if position > ends[p]:
+            tell.error("the input ends before our position: it was made anew and is read whole",
+                       partition=p, position=position, end=ends[p])
+            machines[p] = machine = Partition(context.run.partitions)
+        elif position < first[p]:
+            tell.error("records were deleted before they were read", partition=p,
+                       position=position, first_kept=first[p], deleted=first[p] - position)
+        if machine.next_offset < first[p]:
+            short[p] = first[p]
+    return short
 
 
 async def read_own_output(context: RunContext, machines: dict[int, Partition]) -> None:
@@ -65,12 +112,17 @@ async def read_own_output(context: RunContext, machines: dict[int, Partition]) -
         parked = header_text(headers, "rs-kind") == Kind.PARKED
         machines[record.partition].found(unit, k, record.offset, parked=parked)
 
-    def gone(partition: int) -> None:
+    def gone(partition: int, first: int) -> None:
+        position = machines[partition].out_position
         structlog.get_logger().error(
             "output position is gone, reading from the start", topic=topic, partition=partition,
-            position=machines[partition].out_position, run=context.run.run,
+            position=position, first_kept=first, run=context.run.run,
             stage=context.route.instance,
         )
+        if first <= position:
+            # It ends before our position: it was made anew, and what the commit calls done is not
+            # in it. The output is the truth.
+            machines[partition] = Partition(context.run.partitions)
 
     starts = {p: machine.out_position for p, machine in machines.items()}
     await read_to_end(context.bus, topic, starts, take, gone=gone)

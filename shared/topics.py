@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 from aiokafka import errors
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from rollstream.shared.config import ConfigError
 from rollstream.shared.runs import check_run_id
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _DAY_MS = 24 * 3600 * 1000
+_DESCRIBE_S = 30.0
 FOR_EVER_MS = -1
 RETENTION_MS = {"distilled": _DAY_MS, "dlq": 30 * _DAY_MS, "ledger": FOR_EVER_MS}
 """By kind; every other kind is kept for `DEFAULT_RETENTION_MS`."""
@@ -96,9 +98,10 @@ def parse_name(prefix: str, topic: str) -> TopicName | None:
 
 
 def run_specs(
-    prefix: str, run: str, pipeline: str, kinds: Iterable[str], partitions: int
+    prefix: str, run: str, pipeline: str, kinds: Iterable[str], partitions: int,
+    least_retention_ms: int = 0,
 ) -> list[TopicSpec]:
-    """All topics of a run: one a kind, and `control`.
+    """All topics of a run: one a kind, and `control`; none kept for less than the least.
 
     Raises ConfigError for a bad name or number of partitions.
     """
@@ -108,12 +111,17 @@ def run_specs(
         *(
             TopicSpec(
                 data_topic(prefix, run, pipeline, kind), partitions,
-                RETENTION_MS.get(kind, DEFAULT_RETENTION_MS),
+                _retention_ms(kind, least_retention_ms),
             )
             for kind in kinds
         ),
         TopicSpec(control_topic(prefix, run), 1, FOR_EVER_MS),
     ]
+
+
+def _retention_ms(kind: str, least_ms: int) -> int:
+    default = RETENTION_MS.get(kind, DEFAULT_RETENTION_MS)
+    return default if default == FOR_EVER_MS else max(default, least_ms)
 
 
 def runs_spec(prefix: str) -> TopicSpec:
@@ -124,11 +132,16 @@ def runs_spec(prefix: str) -> TopicSpec:
 def topic_configs(spec: TopicSpec, replication: int) -> dict[str, str]:
     """The topic's settings on the broker; one replica may be down without stopping writers."""
     return {
-        "cleanup.policy": "compact" if spec.compacted else "delete",
+        "cleanup.policy": _cleanup(spec),
         "retention.ms": str(spec.retention_ms),
+        "retention.bytes": "-1",
         "max.message.bytes": str(MAX_MESSAGE_BYTES),
         "min.insync.replicas": str(max(1, replication - 1)),
     }
+
+
+def _cleanup(spec: TopicSpec) -> str:
+    return "compact" if spec.compacted else "delete"
 
 
 async def create(
@@ -192,6 +205,45 @@ async def verify(admin: AIOKafkaAdminClient, specs: Iterable[TopicSpec]) -> None
                 f"it has {len(found)} partitions, not {spec.partitions}: use --partitions "
                 f"{len(found)}, or remove the run and its topics first",
             )
+
+
+async def check_retention(
+    admin: AIOKafkaAdminClient, specs: Iterable[TopicSpec], least_ms: int
+) -> None:
+    """The topics, as the broker has them, keep records long enough to be read (`delivery.md` 24).
+
+    Raises ConfigError for the first that keeps them for less than `least_ms`, deletes by size, or
+    deletes or compacts at all where its records are the run's memory (ledger, control).
+    """
+    for spec in specs:
+        kept_ms, by_size, compacted = await _deletion(admin, spec.name)
+        least = FOR_EVER_MS if spec.retention_ms == FOR_EVER_MS else least_ms
+        if kept_ms != FOR_EVER_MS and (least == FOR_EVER_MS or kept_ms < least):
+            raise ConfigError(
+                "retention.ms", f"{kept_ms} of {spec.name}",
+                f"set it to {least}: a record must live until it is read",
+            )
+        if by_size or compacted != spec.compacted:
+            raise ConfigError(
+                "retention.bytes" if by_size else "cleanup.policy", spec.name,
+                f"set retention.bytes=-1, cleanup.policy={_cleanup(spec)}: nothing unread may go",
+            )
+
+
+async def _deletion(admin: AIOKafkaAdminClient, name: str) -> tuple[int, bool, bool]:
+    """What the broker says of a topic: kept for so many ms, deleted by size, compacted."""
+    asked = [ConfigResource(ConfigResourceType.TOPIC, name)]
+    answers: Any = await asyncio.wait_for(admin.describe_configs(asked), _DESCRIBE_S)
+    told = {entry[0]: entry[1] for entry in answers[0].resources[0][4]}
+    kept_ms = int(told.get("retention.ms", FOR_EVER_MS))
+    by_size = int(told.get("retention.bytes", -1)) >= 0
+    return kept_ms, by_size, "compact" in told.get("cleanup.policy", "delete")
+
+
+async def shortest_retention_s(admin: AIOKafkaAdminClient, names: Iterable[str]) -> float | None:
+    """For how many seconds the topics keep every record at least, None where it is for ever."""
+    kept = [(await _deletion(admin, name))[0] for name in names]
+    return min((ms / 1000 for ms in kept if ms != FOR_EVER_MS), default=None)
 
 
 async def delete(

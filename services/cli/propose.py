@@ -30,6 +30,7 @@ from rollstream.shared.runs import (
     state_key,
 )
 from rollstream.shared.topics import (
+    check_retention,
     control_topic,
     create,
     delete,
@@ -73,10 +74,11 @@ async def propose(bus: Bus, config: RunConfig, wait_s: float) -> RunConfig:
         kinds = [route.output for route in config.stages if route.output]
         specs = run_specs(
             config.prefix, config.run, config.pipeline, [*kinds, "ledger", "dlq"],
-            config.partitions,
+            config.partitions, config.deadlines.least_retention_ms,
         )
         try:
             await create(admin, specs)
+            await check_retention(admin, specs, config.deadlines.least_retention_ms)
             answers = await _ask(bus, writer, config, wait_s)
             final = _completed(config, answers)
             await _check_ours(bus, config)

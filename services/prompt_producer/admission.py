@@ -2,10 +2,10 @@
 
 In samples (`delivery.md` rule 22), and never more than the run's target still needs:
 
-    min(max_in_flight - outstanding, (max_staleness + 1) x batch - outstanding [rl])
+    min(max_in_flight - running, (max_staleness + 1) x batch - outstanding [rl])
 
-where outstanding = issued - delivered - dropped - parked, at the leaf that is furthest behind. What
-is running is counted as outstanding here, which admits no more than the rule does.
+where running = issued - distinct samples generated (at most what is outstanding), and
+outstanding = issued - delivered - dropped - parked, at the leaf that is furthest behind.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ class Standing(NamedTuple):
     issued: int
     """Groups."""
     outstanding_samples: int
+    running_samples: int
     in_flight: int
     delivered: int
     """At the leaf with the fewest."""
 
 
-def standing(books: Sequence[LeafBooks]) -> Standing:
-    """The books of all leaves as one."""
+def standing(books: Sequence[LeafBooks], generated_samples: int = 0) -> Standing:
+    """The books of all leaves as one, and how many of the issued samples are generated."""
+    outstanding = max(b.in_flight_samples for b in books)
+    issued = max(b.issued_samples for b in books)
     return Standing(
         issued=max(b.issued for b in books),
-        outstanding_samples=max(b.in_flight_samples for b in books),
+        outstanding_samples=outstanding,
+        running_samples=min(outstanding, issued - generated_samples),
         in_flight=max(b.in_flight for b in books),
         delivered=min(b.delivered for b in books),
     )
@@ -47,7 +51,7 @@ def target_groups(run: RunConfig) -> int | None:
 
 def room(run: RunConfig, now: Standing, rows_end: int | None) -> int:
     """How many groups may be admitted now."""
-    samples = run.max_in_flight - now.outstanding_samples
+    samples = run.max_in_flight - now.running_samples
     if run.pipeline == "rl":
         samples = min(
             samples, (run.max_staleness + 1) * run.batch_size - now.outstanding_samples

@@ -26,7 +26,9 @@ from rollstream.shared.service import RunContext
 from rollstream.shared.topics import runs_topic
 
 from .admission import over, room, standing
+from .expiry import ExpiryWatch
 from .plan import Plan, last_group, request_seed
+from .running import Running
 from .sources import Source
 
 CATCH_UP_S = 600.0
@@ -59,6 +61,8 @@ class Production:
         async with (
             LedgerReader(context.bus, context.run) as ledger,
             self._active.control() as control,
+            Running(context) as running,
+            ExpiryWatch(context) as expiry,
         ):
             books = await ledger.catch_up(CATCH_UP_S)
             async for records in control.to_end(CATCH_UP_S):
@@ -69,7 +73,11 @@ class Production:
             if context.status is Status.FINISHING:
                 await self._end(books, control, "finished")
             while not context.ending:
-                now = standing(books.books())
+                # Groups of an earlier log were issued again and are never generated again.
+                generated = await running.finished_samples()
+                generated += books.restored * context.run.group_size
+                now = standing(books.books(), generated)
+                expiry.look(books)
                 context.progress.done = now.issued
                 context.progress.in_flight = now.in_flight
                 stopped = context.status is Status.STOPPED
@@ -105,7 +113,7 @@ class Production:
         partition = n % run.partitions
         await self._writer.send(self._context.topic("ledger"), partition, issued,
                                 key=f"{run.run}/{n}")
-        books.apply(partition, issued)
+        books.apply(partition, issued, time.time())
         await self._prompts(n, 0)
 
     async def _prompts(self, n: int, first_i: int) -> None:

@@ -47,16 +47,17 @@ def test_a_hint_comes_back(ordinals, out_position, dispatched_to):
     seen = Seen(1)
     for n in ordinals:
         seen.add_group(n)
-    hint = Hint(out_position, seen.state(), dispatched_to)
+    hint = Hint(out_position, seen.state(), dispatched_to, "log")
     assert decode_hint(encode_hint(hint)) == hint
 
 
-def test_a_hint_that_does_not_fit_is_left_out():
+def test_of_a_hint_that_does_not_fit_what_is_seen_is_left_out():
     seen = Seen(1)
     for n in range(1, 200_000, 3):
         seen.add_sample(n, n % 7, 8)
-    assert encode_hint(Hint(1, seen.state())) == ""
-    assert len(encode_hint(Hint(1))) < MAX_HINT_CHARACTERS
+    text = encode_hint(Hint(1, seen.state(), 7, "log"))
+    assert len(text) < MAX_HINT_CHARACTERS
+    assert decode_hint(text) == Hint(dispatched_to=7, log_id="log")
 
 
 @pytest.mark.parametrize("text", ["", None, "x", "eJw=", "AAAA", "not base64 at all!"])

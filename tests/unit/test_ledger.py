@@ -133,3 +133,15 @@ def test_memory_does_not_grow_with_what_has_ended() -> None:
     assert ledger.open_groups("dataset") == []
     assert [seen.watermark for seen in ledger.ended_groups("dataset")] == [5000] * 4
     assert all(seen.state().complete == b"" for seen in ledger.ended_groups("dataset"))
+
+
+def test_a_group_is_open_since_it_was_issued_or_put_back() -> None:
+    ledger = Ledger(["leaf"], 1)
+    ledger.apply(0, Issued(n=0, k=4), 10.0)
+    assert (ledger.open_since_s("leaf", 0), ledger.samples("leaf", 0)) == (10.0, 4)
+    ledger.apply(0, Ended(n=0, leaf="leaf", outcome=Outcome.PARKED), 20.0)
+    assert ledger.open_since_s("leaf", 0) is None
+    ledger.apply(0, Redriven(n=0), 30.0)
+    assert ledger.open_since_s("leaf", 0) == 30.0
+    ledger.apply(0, Ended(n=0, leaf="leaf", outcome=Outcome.DELIVERED), 40.0)
+    assert (ledger.open_since_s("leaf", 0), ledger.samples("leaf", 0)) == (None, 0)

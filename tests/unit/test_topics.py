@@ -1,8 +1,10 @@
 import pytest
+from aiokafka.admin import NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from rollstream.shared import topics
 from rollstream.shared.config import ConfigError
+from rollstream.shared.runs import Deadlines
 
 DAY_MS = 86_400_000
 
@@ -52,6 +54,42 @@ def test_specs_of_a_run():
     assert {s.partitions for n, s in specs.items() if n != "rs.r.control"} == {12}
     assert not any(s.compacted for s in specs.values())
     assert topics.runs_spec("rs").compacted
+
+
+def test_a_run_with_long_deadlines_has_topics_that_keep_longer():
+    long = topics.run_specs("rs", "r", "rl", ["prompts", "distilled", "ledger"], 1, 3 * DAY_MS)
+    assert [s.retention_ms for s in long] == [7 * DAY_MS, 3 * DAY_MS, -1, -1]
+    assert Deadlines().least_retention_ms == 2000 * (1800 + 28_800) < DAY_MS
+    assert Deadlines(sample_s=86_400).least_retention_ms == 2000 * (86_400 + 28_800)
+
+
+async def test_topics_that_forget_too_early_are_refused(admin, prefix):
+    specs = topics.run_specs(prefix, "one", "rl", ["prompts", "distilled", "ledger"], 1)
+    await topics.create(admin, specs)
+    await topics.check_retention(admin, specs, DAY_MS)
+    with pytest.raises(ConfigError, match=rf"{DAY_MS} of {prefix}.one.rl.distilled: set it to"):
+        await topics.check_retention(admin, specs, DAY_MS + 1)
+    names = [spec.name for spec in specs]
+    assert await topics.shortest_retention_s(admin, names) == DAY_MS / 1000
+    ledger = topics.TopicSpec(f"{prefix}.two.rl.ledger", 1, DAY_MS)
+    await topics.create(admin, [ledger])
+    kept = topics.run_specs(prefix, "two", "rl", ["ledger"], 1)
+    with pytest.raises(ConfigError, match=r"two.rl.ledger: set it to -1"):
+        await topics.check_retention(admin, kept[:1], 1)
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize(("setting", "field"), [
+    ({"retention.bytes": "1000000"}, "retention.bytes"), ({"cleanup.policy": "compact"}, "cleanup"),
+])
+async def test_topics_that_delete_by_size_or_compact_are_refused(
+    kafka_admin, prefix, setting, field
+):
+    spec = topics.TopicSpec(f"{prefix}.r.rl.prompts", 1)
+    made = NewTopic(spec.name, 1, 1, topic_configs=setting)
+    await kafka_admin.create_topics([made])
+    with pytest.raises(ConfigError, match=field):
+        await topics.check_retention(kafka_admin, [spec], 1)
 
 
 def test_partitions_must_be_positive():

@@ -1,0 +1,74 @@
+"""How many samples are being generated now, as the generators' own commits tell it.
+
+A commit's hint holds which samples are finished (`shared/frontier.py`). Where a broker discards
+hints, nothing is known to be finished: then everything that is outstanding counts as running, which
+admits less, never more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Self
+
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaError
+
+from rollstream.shared.bus import Lost, start, stop
+from rollstream.shared.frontier import decode_hint
+from rollstream.shared.service import RunContext
+
+ASK_EVERY_S = 1.0
+ANSWER_S = 10.0
+
+
+class Running:
+    """Asks for the commits of whatever reads the run's prompts; an async context manager."""
+
+    def __init__(self, context: RunContext) -> None:
+        run = context.run
+        self._run = run
+        self._topic = context.topic(context.route.output or "")
+        self._readers = [
+            RunContext(run, route, context.bus).group
+            for route in run.stages if route.input == context.route.output
+        ]
+        self._admin = context.bus.admin()
+        self._asked_s = 0.0
+        self._finished = 0
+
+    async def __aenter__(self) -> Self:
+        try:
+            await start(self._admin)
+        except (KafkaError, TimeoutError) as error:
+            raise Lost(f"could not reach the broker: {error or type(error).__name__}") from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await stop(self._admin)
+
+    async def finished_samples(self) -> int:
+        """Distinct samples that are finished at every reader; asked for once a second at most.
+
+        An older number where the broker gives no answer: it only admits less.
+        """
+        if time.monotonic() - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = time.monotonic()
+            try:
+                counts = [await self._count(group) for group in self._readers]
+                self._finished = min(counts, default=0)
+            except (KafkaError, TimeoutError, OSError):
+                pass
+        return self._finished
+
+    async def _count(self, group: str) -> int:
+        run = self._run
+        asked = [TopicPartition(self._topic, p) for p in range(run.partitions)]
+        answer = await asyncio.wait_for(
+            self._admin.list_consumer_group_offsets(group, partitions=asked), ANSWER_S
+        )
+        hints = [decode_hint(commit.metadata) for commit in answer.values() if commit.offset >= 0]
+        return sum(
+            hint.seen.samples(run.group_size)
+            for hint in hints if hint is not None and hint.log_id == run.log_id
+        )
