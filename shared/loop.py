@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,6 +31,7 @@ from aiokafka.errors import (
 
 from rollstream.shared.bus import Bus, ConsumerRebalanceListener, Lost, Writer, start, stop
 from rollstream.shared.frontier import encode_hint
+from rollstream.shared.handover import HANDOVER_S, Handover
 from rollstream.shared.intake import Intake, Work
 from rollstream.shared.metrics import COMMIT_LAG, GROUPS_OPEN, IN_FLIGHT, Metrics
 from rollstream.shared.partition import Partition
@@ -49,16 +49,6 @@ COMMIT_TIMEOUT_S = 10.0
 REVOKE_COMMIT_TIMEOUT_S = 5.0
 POLL_MS = 200
 LATER_CHECK_S = 5.0
-HANDOVER_S = 60.0
-"""How long a partition's old owner may go on finishing what it had when it lost it (rule 9)."""
-
-
-@dataclass
-class _Waiting:
-    """Work that is probably being finished elsewhere."""
-
-    work: Work
-    since_s: float
 
 
 class StageLoop:
@@ -74,7 +64,7 @@ class StageLoop:
         self._intake = Intake(context, step, produces)
         self._machines: dict[int, Partition] = {}
         self._ready: deque[Work] = deque()
-        self._later: deque[_Waiting] = deque()
+        self._later = Handover(min(HANDOVER_S, context.run.deadlines.sample_s))
         self._tasks: dict[tuple[int, Unit], asyncio.Task[None]] = {}
         self._assigned: set[int] | None = None
         self._fatal: BaseException | None = None
@@ -180,7 +170,7 @@ class StageLoop:
             if (record.partition, work.unit) in self._tasks:
                 continue
             if work.later:
-                self._later.append(_Waiting(work, time.monotonic()))
+                self._later.add(work, time.monotonic())
             else:
                 self._ready.append(work)
 
@@ -251,7 +241,7 @@ class StageLoop:
         self._later.clear()
         self._intake.forget()
         machines = await machines_from_commits(self._context, partitions)
-        short = await deleted_unread(self._context, machines)
+        short = await self._fit_to_input(machines)
         # From here on, tasks that finish are told to the new machines.
         self._machines = machines
         await read_own_output(self._context, machines)
@@ -271,6 +261,15 @@ class StageLoop:
             "assigned", partitions=sorted(machines), adopted=len(self._tasks),
             offsets={p: m.next_offset for p, m in machines.items()},
         )
+
+    async def _fit_to_input(self, machines: dict[int, Partition]) -> dict[int, int]:
+        """Start over where the input was made anew; the first kept offsets where it is shorter."""
+        if not machines:
+            return {}
+        positions = {p: machine.next_offset for p, machine in machines.items()}
+        short, beyond = await deleted_unread(self._context, positions)
+        machines |= {p: Partition(self._context.run.partitions) for p in beyond}
+        return short
 
     async def _end_lost(self, first: dict[int, int]) -> None:
         """End what was deleted before it was read; the input goes on at the first kept offset."""
@@ -321,7 +320,7 @@ class StageLoop:
         gaps = {p: m.out_position for p, m in self._machines.items() if m.has_gap}
         lasting = {p for p, position in gaps.items() if self._gaps.get(p) == position}
         self._gaps = gaps
-        lasting |= {waiting.work.partition for waiting in self._later}
+        lasting |= self._later.partitions
         concerned = {p: m for p, m in self._machines.items() if p in lasting}
         if not concerned:
             return
@@ -329,17 +328,7 @@ class StageLoop:
         await read_own_output(self._context, concerned)
         if known != concerned:
             raise Lost("the own output was made anew")
-        handover_s = min(HANDOVER_S, self._context.run.deadlines.sample_s)
-        still: deque[_Waiting] = deque()
-        for waiting in self._later:
-            machine = self._machines.get(waiting.work.partition)
-            if machine is None or not machine.in_flight(waiting.work.unit):
-                continue
-            if now_s - waiting.since_s >= handover_s:
-                self._ready.append(waiting.work)
-            else:
-                still.append(waiting)
-        self._later = still
+        self._ready.extend(self._later.due(now_s, self._machines))
 
     async def _expire(self, consumer: AIOKafkaConsumer) -> None:
         """Close groups whose missing samples will not come (rule 15)."""

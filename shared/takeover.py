@@ -6,7 +6,7 @@ The own output is the truth; commit and hint only shorten the read (`delivery.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import structlog
 from aiokafka import ConsumerRecord, TopicPartition
@@ -69,34 +69,33 @@ def machine_from_commit(run: RunConfig, offset: int, metadata: str | None) -> Pa
     return Partition(run.partitions, committed=offset, hint=hint)
 
 
-async def deleted_unread(context: RunContext, machines: dict[int, Partition]) -> dict[int, int]:
-    """Where the input begins after a machine's position: the first kept offset by partition.
+async def deleted_unread(
+    context: RunContext, positions: Mapping[int, int]
+) -> tuple[dict[int, int], set[int]]:
+    """Where the input begins after these positions, and where it ends before them.
 
-    Where it ends before the position it was made anew, and the machine starts over. Both are loud:
-    there is never a silent jump (rule 24). Raises Lost.
+    The first kept offset by partition, for what was deleted unread; and the partitions whose log
+    was made anew. Both are loud: there is never a silent jump (rule 24). Raises Lost.
     """
-    topic, short = context.topic(context.route.input or ""), dict[int, int]()
-    if not machines:
-        return short
-    async with LogReader(context.bus, topic, machines) as log:
-        first = await log.first(machines)
+    topic = context.topic(context.route.input or "")
+    async with LogReader(context.bus, topic, positions) as log:
+        first = await log.first(positions)
         log.position = dict(first)
         ends = await log.ends(COMMITS_TIMEOUT_S)
     tell = structlog.get_logger().bind(
         run=context.run.run, stage=context.route.instance, topic=topic
     )
-    for p, machine in machines.items():
-        position = machine.next_offset
+    short, beyond = dict[int, int](), set[int]()
+    for p, position in positions.items():
         if position > ends[p]:
-            tell.error("the input ends before our position: it was made anew and is read whole",
+            tell.error("the input ends before our position: it is another log",
                        partition=p, position=position, end=ends[p])
-            machines[p] = machine = Partition(context.run.partitions)
-        elif position < first[p]:
+            beyond.add(p)
+        if position < first[p] or (p in beyond and first[p] > 0):
             tell.error("records were deleted before they were read", partition=p,
-                       position=position, first_kept=first[p], deleted=first[p] - position)
-        if machine.next_offset < first[p]:
+                       position=position, first_kept=first[p])
             short[p] = first[p]
-    return short
+    return short, beyond
 
 
 async def read_own_output(context: RunContext, machines: dict[int, Partition]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollstream.shared.codec import Headers, header_int
-from rollstream.shared.records import Ended, Group, Kind, Outcome
+from rollstream.shared.records import RETENTION, Ended, Group, Kind, Outcome
 from rollstream.shared.seen import Seen, Unit
 
 BELOW_MIN_SCORE = "below_min_score"
@@ -70,6 +70,17 @@ class Decider:
             return None
         self.seen.add_group(n)
         return Decision(n, Outcome.DROPPED, UNDECODABLE)
+
+    def decide_lost(self, n: int) -> Decision | None:
+        """A group whose record was deleted before it was read."""
+        if self.knows(n):
+            return None
+        self.seen.add_group(n)
+        return Decision(n, Outcome.DROPPED, RETENTION)
+
+    def knows(self, n: int) -> bool:
+        """Whether the group has ended here, or is set aside."""
+        return self.known(n, parked=True)
 
     def known(self, n: int, *, parked: bool) -> bool:
         """Whether a record of group n changes nothing any more."""

@@ -24,10 +24,12 @@ from rollstream.shared.bus import ConsumerRebalanceListener, Lost, Writer, start
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import Ended, Finished, Outcome
+from rollstream.shared.retention import find_lost
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
 from rollstream.shared.seen import Seen
 from rollstream.shared.service import RunContext
+from rollstream.shared.takeover import deleted_unread
 
 FLUSH_GROUPS = 64
 FLUSH_S = 1.0
@@ -72,6 +74,11 @@ class _Open:
         if not self.buffer:
             self.due_s = now_s + FLUSH_S
         self.buffer.append(decision)
+
+    def skip_to(self, first: int, lost: list[int]) -> None:
+        """The log begins here now; these groups were deleted unread. Due at once."""
+        self.buffer += [d for n in lost if (d := self.decider.decide_lost(n)) is not None]
+        self.position = first
 
     def due(self, now_s: float) -> bool:
         return len(self.buffer) >= FLUSH_GROUPS or (bool(self.buffer) and now_s >= self.due_s)
@@ -198,8 +205,8 @@ class FileLeaf:
         except TimeoutError:
             return []
         except OffsetOutOfRangeError as error:
-            raise Lost(f"{self._topic}: the log no longer holds {error.args[0]}, where the parts "
-                       "go on: its retention is too short") from error
+            # The next attempt ends what was deleted (`_end_lost`).
+            raise Lost(f"{self._topic} no longer holds {error.args[0]}") from error
         for tp in consumer.assignment():
             state = self._open.get(tp.partition)
             high = consumer.highwater(tp)
@@ -228,7 +235,24 @@ class FileLeaf:
             kept = self._kept[partition]
             seen = Seen(self._partitions, kept.seen.state())
             self._open[partition] = _Open(Decider(seen, min_score=self._min_score), kept.end)
+        await self._end_lost(partitions)
         self._context.progress.partitions = sorted(self._open)
+
+    async def _end_lost(self, partitions: Iterable[int]) -> None:
+        """End what was deleted before it was read; the chain of parts goes on over the gap."""
+        opened = {p: self._open[p] for p in partitions}
+        positions = {p: state.position for p, state in opened.items()}
+        short, beyond = await deleted_unread(self._context, positions)
+        if beyond:
+            raise Lost(f"{self._topic}: the parts of {sorted(beyond)} go beyond the log's end: it "
+                       "is another log")
+        if not short:
+            return
+        lost = await find_lost(
+            self._context, short, lambda u: opened[u.n % self._partitions].decider.knows(u.n)
+        )
+        for partition, first in short.items():
+            opened[partition].skip_to(first, [one.unit.n for one in lost[partition]])
 
     def _read_parts(self, partition: int) -> list[Ended]:
         """Ends in parts that were not read before, and in earlier logs' at the first time."""

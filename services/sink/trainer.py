@@ -36,9 +36,11 @@ from rollstream.shared.records import (
     Outcome,
     PolicyVersion,
 )
+from rollstream.shared.retention import find_lost
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
 from rollstream.shared.service import RunContext
+from rollstream.shared.takeover import deleted_unread
 
 POLL_S = 0.2
 READ_TIMEOUT_S = 600.0
@@ -127,6 +129,7 @@ class TrainerLeaf:
             await self._take(records)
         await self._settle_acknowledged(delivered)
         await self._reopen()
+        await self._end_lost()
         await serve()
         await self._read(data)
 
@@ -176,6 +179,22 @@ class TrainerLeaf:
             else:
                 log.error("an offered batch can't be offered again: the log lacks its groups",
                           run=self.run.run, batch=offered.batch_id, groups=offered.groups)
+
+    async def _end_lost(self) -> None:
+        """Drop what was deleted before it was read (rule 24)."""
+        short, _ = await deleted_unread(
+            self._context, dict.fromkeys(range(self.run.partitions), 0)
+        )
+        if not short:
+            return
+        deciders = self._deciders
+        lost = await find_lost(
+            self._context, short, lambda u: deciders[u.n % self.run.partitions].knows(u.n)
+        )
+        for n in sorted(one.unit.n for found in lost.values() for one in found):
+            if (decision := deciders[n % self.run.partitions].decide_lost(n)) is not None:
+                self._ends.append(decision.ended(self._leaf))
+        await self._write_ends()
 
     # -- reading -------------------------------------------------------------------------------
 

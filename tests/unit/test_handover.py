@@ -1,0 +1,26 @@
+"""Work of an old owner waits for its grace, is forgotten once it is done, and is never lost."""
+
+from rollstream.shared.handover import Handover
+from rollstream.shared.intake import Work
+from rollstream.shared.partition import Partition
+from rollstream.shared.seen import Unit
+
+
+def test_what_is_left_is_due_after_the_grace():
+    machine, later = Partition(1), Handover(60.0)
+    for at, unit in enumerate((Unit(0, 0), Unit(0, 1))):
+        machine.read(at, unit)
+        later.add(Work(0, unit, 2, None), 100.0)
+    assert (later.partitions, len(later)) == ({0}, 2)
+    machine.found(Unit(0, 0), 2, 0)
+    assert later.due(159.0, {0: machine}) == []
+    assert len(later) == 1
+    assert [work.unit for work in later.due(160.0, {0: machine})] == [Unit(0, 1)]
+    assert (later.partitions, len(later)) == (set(), 0)
+
+
+def test_a_partition_that_was_lost_takes_its_work_along():
+    later = Handover(1.0)
+    later.add(Work(3, Unit(3, 0), 2, None), 0.0)
+    assert later.due(5.0, {}) == []
+    assert len(later) == 0
