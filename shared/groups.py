@@ -40,6 +40,8 @@ class Assembler(Generic[T]):
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._open: dict[int, OpenGroup[T]] = {}
+        self.size_bytes = 0
+        """Of all members in open groups."""
         self.log_time_s = 0.0
         self._at_end_since_s: float | None = None
 
@@ -54,9 +56,10 @@ class Assembler(Generic[T]):
             return None
         group.members[i] = member
         group.size_bytes += size_bytes
+        self.size_bytes += size_bytes
         whole = group.complete()
         if whole is not None:
-            del self._open[n]
+            self.discard(n)
         return whole
 
     def at_end(self, now_s: float) -> None:
@@ -80,7 +83,8 @@ class Assembler(Generic[T]):
 
     def discard(self, n: int) -> None:
         """Forget an open group: it was closed by other means."""
-        self._open.pop(n, None)
+        if (group := self._open.pop(n, None)) is not None:
+            self.size_bytes -= group.size_bytes
 
     def __len__(self) -> int:
         return len(self._open)
@@ -89,7 +93,3 @@ class Assembler(Generic[T]):
     def members(self) -> int:
         """How many samples lie in open groups."""
         return sum(len(group.members) for group in self._open.values())
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(group.size_bytes for group in self._open.values())

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
@@ -25,8 +26,8 @@ from rollstream.shared.records import (
     Group,
     Kind,
     Rollout,
+    Row,
     Scored,
-    group_of,
     passed_on,
 )
 from rollstream.shared.retention import LostUnit, ended_as_lost
@@ -43,7 +44,8 @@ class Original:
     """An input record as it was read, for the dead letters."""
 
     offset: int
-    value: bytes
+    value: bytes | None
+    """None where it was left in the log: `Refetch` brings it back before the work is done."""
     headers: Headers
 
 
@@ -61,6 +63,13 @@ class Work:
     evidence: Failure | None = None
     """The input goes to the dead letters as well."""
     later: bool = False
+    late: bool = False
+    """The group's deadline has passed: what came of it ends as dropped(deadline)."""
+
+    @property
+    def left_in_log(self) -> list[int]:
+        """Which of its inputs have to be fetched again, by their place."""
+        return [at for at, original in enumerate(self.originals) if original.value is None]
 
 
 @dataclass
@@ -117,10 +126,13 @@ class Intake:
 
     def _assemble(self, record: ConsumerRecord, unit: Unit, rollout: Rollout) -> list[Work]:
         assembler = self._assembler(record.partition)
+        member, size_bytes = _Member(rollout, _original(record)), len(record.value or b"")
+        if self.open_bytes + size_bytes > self._step.max_open_bytes:
+            # It goes on reading whatever is open: missing siblings may lie behind (rule 14).
+            member, size_bytes = _without_body(member), 0
         members = assembler.add(
-            rollout.n, rollout.i, rollout.k,
-            _Member(rollout, _original(record)),
-            timestamp_s=record.timestamp / 1000, size_bytes=len(record.value or b""),
+            rollout.n, rollout.i, rollout.k, member,
+            timestamp_s=record.timestamp / 1000, size_bytes=size_bytes,
         )
         if members is None:
             return []
@@ -202,6 +214,11 @@ class Intake:
     def open_groups(self) -> int:
         return sum(len(assembler) for assembler in self._assemblers.values())
 
+    @property
+    def open_bytes(self) -> int:
+        """What open groups hold in memory."""
+        return sum(assembler.size_bytes for assembler in self._assemblers.values())
+
     def _assembler(self, partition: int) -> Assembler[_Member]:
         deadline_s = self._context.run.deadlines.group_s
         return self._assemblers.setdefault(partition, Assembler(deadline_s))
@@ -235,10 +252,7 @@ class Intake:
         run = self._context.run
         if run.group_policy == "min_viable" and len(members) >= max(1, run.min_viable):
             return work
-        dropped = group_of(work.given)
-        dropped.kind, dropped.reason = Kind.DROPPED, "deadline"
-        dropped.detail = f"{len(members)} of {group.k} samples came"
-        work.output = dropped
+        work.late = True
         return work
 
     async def _upstream_commits(self) -> dict[int, int]:
@@ -262,6 +276,15 @@ class Intake:
 
 def _original(record: ConsumerRecord) -> Original:
     return Original(record.offset, record.value or b"", list(record.headers))
+
+
+def _without_body(member: _Member) -> _Member:
+    """What assembly needs of a rollout; the rest stays in the log."""
+    light = msgspec.structs.replace(
+        member.rollout, row=Row(prompt=[]), completion=[], sequences=[], state={}
+    )
+    original = member.original
+    return _Member(light, Original(original.offset, None, original.headers))
 
 
 def _evidence_unit(record: ConsumerRecord) -> Unit:

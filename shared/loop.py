@@ -36,6 +36,7 @@ from rollstream.shared.intake import Intake, Work
 from rollstream.shared.metrics import COMMIT_LAG, GROUPS_OPEN, IN_FLIGHT, Metrics
 from rollstream.shared.partition import Partition
 from rollstream.shared.records import Rollout
+from rollstream.shared.refetch import Refetch
 from rollstream.shared.retention import find_lost
 from rollstream.shared.runs import Status
 from rollstream.shared.seen import Unit
@@ -62,6 +63,7 @@ class StageLoop:
         self._step = step
         self._in_topic = context.topic(context.route.input)
         self._intake = Intake(context, step, produces)
+        self._refetch = Refetch(context.bus, self._in_topic)
         self._machines: dict[int, Partition] = {}
         self._ready: deque[Work] = deque()
         self._later = Handover(min(HANDOVER_S, context.run.deadlines.sample_s))
@@ -189,6 +191,7 @@ class StageLoop:
 
     async def _work(self, work: Work) -> None:
         try:
+            await self._refetch.fill(work)
             ended = await self._worker.perform(work)
         except asyncio.CancelledError:
             raise
@@ -356,6 +359,7 @@ class StageLoop:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=5)
+        await self._refetch.close()
         await stop(consumer)
         await writer.close()
 

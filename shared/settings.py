@@ -50,6 +50,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="generator: samples at once; scorer: groups at once")
     ] = 64
     workers: Annotated[int, Meta(ge=1, description="scorer: processes")] = 1
+    open_groups_bytes: Annotated[
+        int,
+        Meta(ge=0, description="scorer: incomplete groups in memory; more are left in the log"),
+    ] = 512 * 1024 * 1024
     teacher_tokens_in_flight: Annotated[
         int, Meta(ge=1, description="teacher-distiller: prompt tokens at once")
     ] = 65_536

@@ -40,6 +40,8 @@ class Step:
     batch: Batch | None = None
     group: Each | None = None
     max_in_flight: int = 64
+    max_open_bytes: int = 512 * 1024 * 1024
+    """What incomplete groups may hold in memory; above it their bodies are left in the log."""
     deadline_s: float = 60.0
     """For one attempt."""
     max_attempts: int = 3

@@ -28,7 +28,9 @@ from rollstream.shared.records import (
     Kind,
     Prompt,
     Rollout,
+    Scored,
     Stop,
+    group_of,
 )
 from rollstream.shared.runs import Status
 from rollstream.shared.service import RunContext
@@ -80,7 +82,7 @@ class Worker:
             await self._dead_letter(work, work.evidence)
             if work.k == 0:
                 return Ended(-1, parked=False)
-        record = work.output
+        record = dropped_late(work) if work.late else work.output
         if record is None:
             record = await self._record(work)
         try:
@@ -149,7 +151,7 @@ class Worker:
             stage=self._context.route.instance, n=max(work.unit.n, -1),
             topic=self._context.topic(self._context.route.input or ""),
             partition=work.partition, offset=first.offset, error=failure,
-            originals=[original.value for original in work.originals],
+            originals=[original.value or b"" for original in work.originals],
         )
         headers = [
             ("dlq.stage", letter.stage.encode()), ("dlq.error", failure.type.encode()),
@@ -163,6 +165,14 @@ class Worker:
             await self._writer.send(topic, work.partition, letter, key=key, headers=headers)
         self._metrics.failed(letter.topic, failure.type)
         self._log.warning("dead letter", n=work.unit.n, error=failure.type, detail=failure.message)
+
+
+def dropped_late(work: Work) -> Scored:
+    """The record of a group whose missing samples did not come in time."""
+    group = group_of(work.given)
+    group.kind, group.reason = Kind.DROPPED, "deadline"
+    group.detail = f"{len(work.given)} of {work.k} samples came"
+    return group
 
 
 def _outcome(record: Rollout | Group) -> str:

@@ -57,7 +57,9 @@ class Scorer:
             "deadline_s": run.deadlines.scoring_s * (2 + self._settings.max_in_flight),
         }
         if upstream.service == "generator":
-            step = Step(group=score.rollouts, **limits)
+            step = Step(
+                group=score.rollouts, max_open_bytes=self._settings.open_groups_bytes, **limits
+            )
         else:
             step = Step(each=score.group, **limits)
         await run_stage(context, step, self.produces)
