@@ -28,6 +28,8 @@ class Child:
     serves_others: bool = False
     """Others ask it until they have ended: it ends after them."""
     process: asyncio.subprocess.Process | None = None
+    wanted: bool = True
+    """Whether it is started again when it dies."""
     pause_s: float = FIRST_PAUSE_S
     started_s: float = 0.0
 
@@ -81,6 +83,8 @@ class Children:
             if time.monotonic() - child.started_s > LONGEST_PAUSE_S:
                 child.pause_s = FIRST_PAUSE_S
             await asyncio.sleep(child.pause_s)
+            if not child.wanted:
+                return
             child.pause_s = min(LONGEST_PAUSE_S, child.pause_s * 2)
             await child.start()
 
