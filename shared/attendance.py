@@ -14,9 +14,9 @@ import structlog
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Bus, Lost
+from rollstream.shared.control import Answer
 from rollstream.shared.dead_letters import TooManyFailures
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import Answer
 from rollstream.shared.routes import Route
 from rollstream.shared.runs import Refusal, Registry, Run, RunConfig, Status
 from rollstream.shared.service import RunContext, Service
@@ -139,6 +139,7 @@ class Attendance:
             )
         if run.status is not None and context.status is not run.status:
             context.status = run.status
+            context.reason = run.state.reason if run.state else ""
             context.changed.set()
         if run.status is Status.DONE:
             return

@@ -60,6 +60,8 @@ def routing_headers(record: msgspec.Struct) -> Headers:
         fields["rs-sample"] = record.i
     if isinstance(record, Group):
         fields["rs-kind"] = record.kind
+        if record.redrives:
+            fields["rs-redrives"] = record.redrives
         if (version := record.oldest_version) is not None:
             fields["rs-policy-version"] = version
     return [(key, str(value).encode()) for key, value in fields.items()]

@@ -8,10 +8,13 @@ row stop the run's loop instead: a bad deploy must not drain a topic into the de
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from rollstream.shared.codec import Headers, header_int, header_text
 from rollstream.shared.records import (
+    DeadLetter,
     EnvRef,
     Failure,
     G,
@@ -25,30 +28,58 @@ from rollstream.shared.records import (
 from rollstream.shared.runs import RunConfig
 
 FAILURES_IN_A_ROW = 20
+RATIO_WINDOW = 100
+FAILURES_IN_WINDOW = 50
+"""Half of the last hundred: rows that no rubric can score are rarer, a bad deploy is not."""
 
 
 class TooManyFailures(Exception):
-    """So many inputs failed in a row that it is the stage that is broken, not they."""
+    """So many inputs failed that it is the stage that is broken, not they."""
 
 
 class FailureRun:
-    """Counts failures without a success between them."""
+    """Counts failures without a success between them, and among the last hundred inputs."""
 
     def __init__(self, limit: int = FAILURES_IN_A_ROW) -> None:
         self._limit = limit
         self.length = 0
+        self._window: deque[bool] = deque(maxlen=RATIO_WINDOW)
 
     def success(self) -> None:
         self.length = 0
+        self._window.append(False)
 
     def failure(self, failure: Failure) -> None:
-        """Raises TooManyFailures at the limit."""
+        """Raises TooManyFailures at a limit."""
         self.length += 1
+        self._window.append(True)
+        failed = sum(self._window)
         if self.length >= self._limit:
-            raise TooManyFailures(
-                f"{self.length} inputs in a row failed, the last with {failure.type}: "
-                f"{failure.message}; fix the stage, nothing was lost"
-            )
+            what = f"{self.length} inputs in a row failed"
+        elif len(self._window) == RATIO_WINDOW and failed >= FAILURES_IN_WINDOW:
+            what = f"{failed} of the last {RATIO_WINDOW} inputs failed"
+        else:
+            return
+        raise TooManyFailures(
+            f"{what}, the last with {failure.type}: {failure.message}; fix the stage, nothing was "
+            "lost"
+        )
+
+
+MESSAGE_CHARACTERS = 1000
+
+
+def letter_headers(letter: DeadLetter, group: str) -> Headers:
+    """What a dead letter says of itself without its body; `group` is the consumer group."""
+    fields = {
+        "stage": letter.stage, "group": group, "topic": letter.topic,
+        "partition": letter.partition, "offset": letter.offset, "n": letter.n,
+        "error.type": letter.error.type,
+        "error.message": letter.error.message[:MESSAGE_CHARACTERS],
+        "timestamp_ms": letter.inputs[0].timestamp_ms if letter.inputs else 0,
+        "at_ms": letter.at_ms, "attempts": letter.attempts, "redrives": letter.redrives,
+    }
+    return [(f"dlq.{name}", str(value).encode()) for name, value in fields.items()]
 
 
 def failed_rollout(prompt: Prompt, offset: int, failure: Failure, stop: Stop) -> Rollout:
@@ -99,5 +130,5 @@ def parked_group(kind: type[G], source: Rollout | Group, failure: Failure) -> G:
         run=source.run, pipeline=source.pipeline, n=source.n, k=source.k, epoch=source.epoch,
         row_index=source.row_index, env=source.env, row=source.row,
         group_overrides=source.group_overrides, kind=Kind.PARKED, reason=failure.type,
-        detail=failure.message,
+        detail=failure.message, redrives=source.redrives if isinstance(source, Group) else 0,
     )

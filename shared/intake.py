@@ -16,7 +16,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import start, stop
-from rollstream.shared.codec import Headers, Undecodable, decode, header_int, header_text
+from rollstream.shared.codec import Undecodable, decode, header_int, header_text
 from rollstream.shared.dead_letters import parked_stub, slot_rollout
 from rollstream.shared.groups import Assembler, OpenGroup
 from rollstream.shared.partition import Partition, Verdict
@@ -24,6 +24,7 @@ from rollstream.shared.records import (
     Distilled,
     Failure,
     Group,
+    Input,
     Kind,
     Rollout,
     Row,
@@ -40,16 +41,6 @@ EXPIRY_CHECK_S = 5.0
 
 
 @dataclass
-class Original:
-    """An input record as it was read, for the dead letters."""
-
-    offset: int
-    value: bytes | None
-    """None where it was left in the log: `Refetch` brings it back before the work is done."""
-    headers: Headers
-
-
-@dataclass
 class Work:
     """One unit to be worked on: its input, or its output where there is nothing left to do."""
 
@@ -57,7 +48,8 @@ class Work:
     unit: Unit
     k: int
     given: Any
-    originals: list[Original] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
+    """One or more; a value of None was left in the log (`Refetch` brings it back in time)."""
     output: Any = None
     """The record to write as it is: a pass-through, a drop, an undecodable slot."""
     evidence: Failure | None = None
@@ -69,13 +61,13 @@ class Work:
     @property
     def left_in_log(self) -> list[int]:
         """Which of its inputs have to be fetched again, by their place."""
-        return [at for at, original in enumerate(self.originals) if original.value is None]
+        return [at for at, given in enumerate(self.inputs) if given.value is None]
 
 
 @dataclass
 class _Member:
     rollout: Rollout
-    original: Original
+    input: Input
 
 
 class Intake:
@@ -99,7 +91,7 @@ class Intake:
             # Nobody's slot can be told from it: it is kept as evidence by the worker.
             return [self._evidence(machine, record, "no rs-group header")]
         unit = Unit(n) if self._step.groups else Unit(n, i)
-        verdict = machine.read(record.offset, unit)
+        verdict = machine.read(record.offset, unit, header_int(headers, "rs-redrives") or 0)
         if verdict is Verdict.KNOWN:
             return []
         if verdict is Verdict.JOINED and not self._step.groups:
@@ -121,12 +113,12 @@ class Intake:
     ) -> Work:
         return Work(
             record.partition, unit, body.k, body,
-            [_original(record)], output, later=later,
+            [_input(record)], output, later=later,
         )
 
     def _assemble(self, record: ConsumerRecord, unit: Unit, rollout: Rollout) -> list[Work]:
         assembler = self._assembler(record.partition)
-        member, size_bytes = _Member(rollout, _original(record)), len(record.value or b"")
+        member, size_bytes = _Member(rollout, _input(record)), len(record.value or b"")
         if self.open_bytes + size_bytes > self._step.max_open_bytes:
             # It goes on reading whatever is open: missing siblings may lie behind (rule 14).
             member, size_bytes = _without_body(member), 0
@@ -143,7 +135,7 @@ class Intake:
     ) -> Work:
         return Work(
             partition, unit, k, [member.rollout for member in members],
-            [member.original for member in members],
+            [member.input for member in members],
         )
 
     def _redriven(self, machine: Partition, record: ConsumerRecord, target: str) -> list[Work]:
@@ -159,7 +151,7 @@ class Intake:
             machine.skip(record.offset)
             return []
         unit = Unit(body.n)
-        if machine.read_redriven(record.offset, unit) is Verdict.KNOWN:
+        if machine.read(record.offset, unit, body.redrives) in (Verdict.KNOWN, Verdict.JOINED):
             return []
         return [self._work(record, unit, body)]
 
@@ -184,16 +176,15 @@ class Intake:
     def _evidence(self, machine: Partition, record: ConsumerRecord, reason: str) -> Work:
         """Nobody's slot can be told from it: it is kept, and passed once it is."""
         machine.hold(record.offset, _evidence_unit(record))
-        original = _original(record)
         return Work(
-            record.partition, _evidence_unit(record), 0, None, [original],
+            record.partition, _evidence_unit(record), 0, None, [_input(record)],
             evidence=Failure("undecodable", reason),
         )
 
     def lost(self, partition: int, lost: LostUnit) -> Work:
         """A unit that must end although its records were deleted unread."""
         output = ended_as_lost(self.produces, self._context.run, lost)
-        nothing = Original(-1, b"", [])
+        nothing = Input(-1, b"")
         return Work(partition, lost.unit, lost.k, output, [nothing], output=output)
 
     def settled(self, partition: int, unit: Unit) -> None:
@@ -274,8 +265,10 @@ class Intake:
         return {tp.partition: commit.offset for tp, commit in answer.items()}
 
 
-def _original(record: ConsumerRecord) -> Original:
-    return Original(record.offset, record.value or b"", list(record.headers))
+def _input(record: ConsumerRecord) -> Input:
+    return Input(
+        record.offset, record.value or b"", list(record.headers), record.key, record.timestamp
+    )
 
 
 def _without_body(member: _Member) -> _Member:
@@ -283,8 +276,7 @@ def _without_body(member: _Member) -> _Member:
     light = msgspec.structs.replace(
         member.rollout, row=Row(prompt=[]), completion=[], sequences=[], state={}
     )
-    original = member.original
-    return _Member(light, Original(original.offset, None, original.headers))
+    return _Member(light, msgspec.structs.replace(member.input, value=None))
 
 
 def _evidence_unit(record: ConsumerRecord) -> Unit:

@@ -34,6 +34,11 @@ class LeafBooks(NamedTuple):
     """Rewards of delivered groups, in samples."""
 
     @property
+    def ended(self) -> int:
+        """Groups that have ended for good."""
+        return self.delivered + sum(self.dropped.values())
+
+    @property
     def balanced(self) -> bool:
         """Whether the identity holds and nothing is negative."""
         ended = self.delivered + sum(self.dropped.values()) + self.parked
@@ -51,7 +56,6 @@ class Ledger:
         self._partitions = partitions
         self._issued = [Seen(partitions) for _ in range(partitions)]
         self._leaves = {leaf: _Leaf(partitions) for leaf in leaves}
-        self._redriven: set[int] = set()
         self._issued_samples = 0
         self.issued_max = [-1] * partitions
         """The highest issued n of each partition, -1 where there is none."""
@@ -68,13 +72,11 @@ class Ledger:
         elif isinstance(record, Issued):
             self._issue(partition, record, at_s)
         elif isinstance(record, Redriven):
-            self._redriven.add(record.n)
-            for leaf in self._leaves.values():
-                leaf.redrive(record.n, at_s)
-            self._forget_redriven(record.n)
+            for name in record.leaves or self._leaves:
+                if name in self._leaves:
+                    self._leaves[name].redrive(record, at_s)
         elif record.leaf in self._leaves:
             self._leaves[record.leaf].end(record)
-            self._forget_redriven(record.n)
         else:
             self.strangers += 1
 
@@ -88,10 +90,6 @@ class Ledger:
         for leaf in self._leaves.values():
             leaf.issue(record.n, record.k, at_s)
 
-    def _forget_redriven(self, n: int) -> None:
-        if all(leaf.ended(n) for leaf in self._leaves.values()):
-            self._redriven.discard(n)
-
     def issued(self, n: int) -> bool:
         """Whether group n exists."""
         return self._issued[n % self._partitions].has(Unit(n))
@@ -100,9 +98,14 @@ class Ledger:
         """Whether the ledger holds group n's end at the leaf, issued already or not."""
         return self._leaves[leaf].ended(n)
 
-    def set_aside(self, leaf: str, n: int) -> bool:
-        """Whether the ledger holds that group n was parked or redriven, if it has no end yet."""
-        return n in self._leaves[leaf].parked or n in self._redriven
+    def set_aside(self, leaf: str, n: int, redrives: int) -> bool:
+        """Whether the ledger holds that this try of group n was parked, or a later one began."""
+        found = self._leaves[leaf]
+        return found.parked.get(n, -1) >= redrives or found.redriven.get(n, 0) > redrives
+
+    def redrives(self, leaf: str, n: int) -> int:
+        """How often group n was put back for this leaf, as long as it has no end there."""
+        return self._leaves[leaf].redriven.get(n, 0)
 
     def ended_groups(self, leaf: str) -> list[Seen]:
         """Per partition, the groups that have ended at the leaf: a copy to go on from."""
@@ -128,7 +131,7 @@ class Ledger:
     def open_groups(self, leaf: str) -> list[int]:
         """The groups in flight: issued, not ended, not parked; in order."""
         found = self._leaves[leaf]
-        return sorted(n for n in found.open if n not in found.parked)
+        return sorted(n for n in found.open if not found.is_parked(n))
 
     def samples(self, leaf: str, n: int) -> int:
         """The group size of a group that is open, 0 for any other."""
@@ -138,12 +141,12 @@ class Ledger:
     def open_since_s(self, leaf: str, n: int) -> float | None:
         """When a group in flight was issued, or put back; None where it is not in flight."""
         found = self._leaves[leaf]
-        return found.open[n].since_s if n in found.open and n not in found.parked else None
+        return found.open[n].since_s if n in found.open and not found.is_parked(n) else None
 
     def parked_groups(self, leaf: str) -> list[int]:
         """The groups that are set aside and not put back, in order."""
         found = self._leaves[leaf]
-        return sorted(n for n in found.parked if n in found.open)
+        return sorted(n for n in found.parked if n in found.open and found.is_parked(n))
 
     def ended_unissued(self, leaf: str) -> list[int]:
         """Groups that ended in an earlier log and are not issued in this one yet, in order.
@@ -184,8 +187,10 @@ class _Leaf:
         self.final = [Seen(partitions) for _ in range(partitions)]
         self.open: dict[int, _Open] = {}
         """Issued and not ended, parked ones too, by n."""
-        self.parked: dict[int, None] = {}
-        """Set aside, issued already or not."""
+        self.parked: dict[int, int] = {}
+        """Set aside, issued already or not: the try at which it was."""
+        self.redriven: dict[int, int] = {}
+        """Put back and not ended: how often. Above the parked try it is in flight again."""
         self.early: dict[int, Ended] = {}
         """Ends that came before their group was issued: of an earlier log."""
         self.delivered = 0
@@ -203,19 +208,26 @@ class _Leaf:
         else:
             self._count(early)
 
-    def redrive(self, n: int, at_s: float) -> None:
-        self.parked.pop(n, None)
+    def redrive(self, record: Redriven, at_s: float) -> None:
+        n = record.n
+        if self.ended(n) or record.redrives <= self.redriven.get(n, 0):
+            return
+        self.redriven[n] = record.redrives
         if n in self.open:
             self.open[n] = self.open[n]._replace(since_s=at_s)
+
+    def is_parked(self, n: int) -> bool:
+        return self.parked.get(n, -1) >= self.redriven.get(n, 0)
 
     def end(self, record: Ended) -> None:
         if self.ended(record.n):
             return
         if record.outcome is Outcome.PARKED:
-            self.parked[record.n] = None
+            self.parked[record.n] = max(record.redrives, self.parked.get(record.n, 0))
             return
         self.final[record.n % self._partitions].add_group(record.n)
         self.parked.pop(record.n, None)
+        self.redriven.pop(record.n, None)
         if self.open.pop(record.n, None) is None:
             self.early[record.n] = record
         else:
@@ -231,9 +243,9 @@ class _Leaf:
 
     @property
     def parked_count(self) -> int:
-        return sum(1 for n in self.parked if n in self.open)
+        return sum(1 for n in self.parked if n in self.open and self.is_parked(n))
 
     @property
     def in_flight_samples(self) -> int:
         """Summed anew: what is open is bounded by admission."""
-        return sum(found.k for n, found in self.open.items() if n not in self.parked)
+        return sum(found.k for n, found in self.open.items() if not self.is_parked(n))

@@ -204,7 +204,7 @@ class StageLoop:
             machine.finished(work.unit, work.k, ended.offset, parked=ended.parked)
             self._intake.settled(work.partition, work.unit)
         self._context.progress.done += 1
-        self._context.progress.failed += ended.parked
+        self._context.progress.failed += ended.parked is not None
         self._context.progress.last_progress_s = time.time()
         self._wake.set()
 

@@ -68,17 +68,23 @@ class Partition:
         """Where to read the input from."""
         return self._frontier.next_offset
 
-    def found(self, unit: Unit, k: int, offset: int, *, parked: bool = False) -> None:
-        """The own output holds this unit at this offset; it is read in order."""
+    def found(self, unit: Unit, k: int, offset: int, *, parked: int | None = None) -> None:
+        """The own output holds this unit at this offset; it is read in order.
+
+        `parked`: the try (`redrives`) at which it was parked; None where it was not.
+        """
         self._out_position = max(self._out_position, offset + 1)
         self._acknowledged -= {o for o in self._acknowledged if o <= offset}
         self._close_gap()
         self._settle(unit, k, parked)
 
-    def read(self, offset: int, unit: Unit) -> Verdict:
-        """An input record was read; its offset is the unit's to finish."""
+    def read(self, offset: int, unit: Unit, redrives: int = 0) -> Verdict:
+        """An input record was read; its offset is the unit's to finish.
+
+        A parked group is worked on again when it comes with more redrives than it was parked with.
+        """
         self._frontier.add(offset)
-        if self.knows(unit):
+        if self.knows(unit, redrives):
             self._frontier.done(offset)
             return Verdict.KNOWN
         if unit in self._in_flight:
@@ -86,15 +92,6 @@ class Partition:
             return Verdict.JOINED
         self._in_flight[unit] = [offset]
         return Verdict.LATER if offset < self._dispatched_to else Verdict.WORK
-
-    def read_redriven(self, offset: int, unit: Unit) -> Verdict:
-        """A parked group that was put back: parked does not settle it, anything else does."""
-        self._frontier.add(offset)
-        if self.seen.has(unit) or unit in self._in_flight:
-            self._frontier.done(offset)
-            return Verdict.KNOWN
-        self._in_flight[unit] = [offset]
-        return Verdict.WORK
 
     def deleted(self, units: Sequence[Unit], first: int) -> None:
         """The log begins at `first` now, and these units lay before it: they must end without it.
@@ -119,7 +116,9 @@ class Partition:
         self._frontier.add(offset)
         self._frontier.done(offset)
 
-    def finished(self, unit: Unit, k: int, out_offset: int, *, parked: bool = False) -> None:
+    def finished(
+        self, unit: Unit, k: int, out_offset: int, *, parked: int | None = None
+    ) -> None:
         """The unit's output is acknowledged at this offset of the own output partition.
 
         With k = 0 it had none: what was held is let go, and nothing is settled.
@@ -143,17 +142,17 @@ class Partition:
         """
         return bool(self._acknowledged)
 
-    def _settle(self, unit: Unit, k: int, parked: bool) -> None:
-        if parked:
-            self.seen.park(unit.n)
+    def _settle(self, unit: Unit, k: int, parked: int | None) -> None:
+        if parked is not None:
+            self.seen.park(unit.n, parked)
         elif k > 0:
             self.seen.add(unit, k)
         for offset in self._in_flight.pop(unit, ()):
             self._frontier.done(offset)
 
-    def knows(self, unit: Unit) -> bool:
-        """Whether the unit is settled or set aside."""
-        return self.seen.has(unit) or self.seen.is_parked(unit.n)
+    def knows(self, unit: Unit, redrives: int = 0) -> bool:
+        """Whether the unit is settled, or set aside at this try or a later one."""
+        return self.seen.has(unit) or self.seen.is_parked(unit.n, redrives)
 
     def in_flight(self, unit: Unit) -> bool:
         return unit in self._in_flight

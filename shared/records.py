@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollstream.shared.arrays import Packed
+from rollstream.shared.control import Acked, Answer, Finished, Offered, PolicyVersion
 
 SCHEMA_VERSION = 1
 RETENTION = "retention"
@@ -245,6 +246,8 @@ class Group(msgspec.Struct, kw_only=True):
     reason: str = ""
     """Why it was dropped or parked; one of a small set of words, e.g. `zero_variance`."""
     detail: str = ""
+    redrives: int = 0
+    """How often the group was put back from the dead letters: a later try counts over a park."""
     samples: list[Sample] = []
     model: str = ""
 
@@ -270,6 +273,17 @@ class Distilled(Group, tag="distilled", kw_only=True):
     """Set where a sibling failed or differed in length: the group goes on without payload."""
 
 
+class Input(msgspec.Struct):
+    """An input record as it was read, whole."""
+
+    offset: int
+    value: bytes | None
+    """None where it was left in its topic: too big to keep a second time, or to hold in memory."""
+    headers: list[tuple[str, bytes]] = []
+    key: bytes | None = None
+    timestamp_ms: int = 0
+
+
 class DeadLetter(msgspec.Struct, tag="dead_letter", kw_only=True):
     """What could not be processed, with everything needed to look at it or to try again."""
 
@@ -282,8 +296,12 @@ class DeadLetter(msgspec.Struct, tag="dead_letter", kw_only=True):
     partition: int
     offset: int
     error: Failure
-    originals: list[bytes] = []
-    """The input records' bytes as they were read."""
+    inputs: list[Input] = []
+    """The input records, untouched."""
+    at_ms: int = 0
+    attempts: int = 0
+    redrives: int = 0
+    """How often the group had been put back before this letter."""
 
 
 class Issued(msgspec.Struct, tag="issued", kw_only=True):
@@ -318,6 +336,8 @@ class Ended(msgspec.Struct, tag="ended", kw_only=True):
     reason: str = ""
     reward_sum: float = 0.0
     reward_count: int = 0
+    redrives: int = 0
+    """Of a parked group: which try it was."""
 
 
 class Redriven(msgspec.Struct, tag="redriven", kw_only=True):
@@ -325,52 +345,10 @@ class Redriven(msgspec.Struct, tag="redriven", kw_only=True):
 
     v: int = SCHEMA_VERSION
     n: int
-
-
-class Answer(msgspec.Struct, tag="answer", kw_only=True):
-    """Control: a stage accepts a proposed run, or refuses it with a reason."""
-
-    v: int = SCHEMA_VERSION
-    instance: str
-    service_id: str
-    proposal: str
-    accepted: bool
-    reason: str = ""
-    facts: dict[str, Any] = {}
-    """From the producer: rows and fingerprint per environment; from others what they found out."""
-
-
-class PolicyVersion(msgspec.Struct, tag="policy_version", kw_only=True):
-    """Control: the trainer moved on to this version."""
-
-    v: int = SCHEMA_VERSION
-    version: int
-    epoch: int = 0
-    implied: bool = False
-    weights: str = ""
-
-
-class Offered(msgspec.Struct, tag="offered", kw_only=True):
-    """Control: this batch of groups was about to be handed to the trainer."""
-
-    v: int = SCHEMA_VERSION
-    batch_id: int
-    groups: list[int]
-    version: int = 0
-
-
-class Acked(msgspec.Struct, tag="acked", kw_only=True):
-    """Control: the trainer has the batch."""
-
-    v: int = SCHEMA_VERSION
-    batch_id: int
-
-
-class Finished(msgspec.Struct, tag="finished", kw_only=True):
-    """Control: a leaf has written everything that it will ever write for this run."""
-
-    v: int = SCHEMA_VERSION
-    leaf: str
+    redrives: int = 1
+    """How often by now; it counts over parks of earlier tries, whatever the order in the log."""
+    leaves: list[str] = []
+    """The leaves that the parking stage leads to; empty means all."""
 
 
 G = TypeVar("G", Scored, Distilled)

@@ -33,9 +33,9 @@ class Refetch:
         try:
             async with asyncio.timeout(FETCH_S), self._one_at_a_time:
                 for at in left:
-                    original = work.originals[at]
-                    record = await self._record(work.partition, original.offset)
-                    original.value = record.value or b""
+                    left_out = work.inputs[at]
+                    record = await self._record(work.partition, left_out.offset)
+                    left_out.value = record.value or b""
                     work.given[at] = _rollout(record) or work.given[at]
         except OffsetOutOfRangeError as error:
             # The next attempt finds the group lost and says so (`retention`).
@@ -44,20 +44,27 @@ class Refetch:
             raise Lost(f"could not read {self._topic}: {error or type(error).__name__}") from error
 
     async def _record(self, partition: int, offset: int) -> ConsumerRecord:
-        tp = TopicPartition(self._topic, partition)
         if self._consumer is None:
             self._consumer = self._bus.reader()
             await start(self._consumer)
-        self._consumer.assign([tp])
-        self._consumer.seek(tp, offset)
-        while True:
-            got = await self._consumer.getmany(tp, timeout_ms=POLL_MS, max_records=1)
-            for record in got.get(tp, []):
-                return record
+        return await record_at(self._consumer, TopicPartition(self._topic, partition), offset)
 
     async def close(self) -> None:
         if self._consumer is not None:
             await stop(self._consumer)
+
+
+async def record_at(consumer: AIOKafkaConsumer, tp: TopicPartition, offset: int) -> ConsumerRecord:
+    """One record. Raises OffsetOutOfRangeError where it is gone, TimeoutError and KafkaErrors."""
+    consumer.assign([tp])
+    consumer.seek(tp, offset)
+    async with asyncio.timeout(FETCH_S):
+        while True:
+            got = await consumer.getmany(tp, timeout_ms=POLL_MS, max_records=1)
+            for record in got.get(tp, []):
+                if record.offset != offset:
+                    raise OffsetOutOfRangeError({tp: offset})
+                return record
 
 
 def _rollout(record: ConsumerRecord) -> Rollout | None:

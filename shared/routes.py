@@ -209,6 +209,18 @@ def leaves(run_stages: Iterable[Route]) -> list[str]:
     return [route.leaf for route in run_stages if route.leaf]
 
 
+def leaves_after(run_stages: Iterable[Route], instance: str) -> list[str]:
+    """The leaves that a stage's output leads to, its own name where it is one."""
+    rows = list(run_stages)
+    [reached] = [{row.instance} for row in rows if row.instance == instance] or [set()]
+    while True:
+        outputs = {row.output for row in rows if row.instance in reached and row.output}
+        further = reached | {row.instance for row in rows if row.input in outputs}
+        if further == reached:
+            return [row.leaf for row in rows if row.instance in reached and row.leaf]
+        reached = further
+
+
 def diagram(table: list[Route]) -> str:
     """The table as text lines for the README: one line a path to a sink."""
     lines = []

@@ -26,7 +26,8 @@ class SeenState(msgspec.Struct, frozen=True, array_like=True):
     """Bit b: ordinal watermark + b is complete."""
     partial: dict[int, int] = {}
     """Ordinal to the bits of the samples that were seen."""
-    parked: list[int] = []
+    parked: dict[int, int] = {}
+    """Ordinal to the try at which it was parked last."""
 
     def samples(self, k: int) -> int:
         """How many samples of groups of k it holds."""
@@ -38,7 +39,8 @@ class Seen:
     """The groups of one partition that are settled, and the samples of those that are not yet.
 
     Group n is the partition's ordinal m = n // partitions. Every ordinal below `watermark` is
-    complete. Parked groups stay out: the first scored or dropped record settles them later.
+    complete. Parked groups stay out: the first scored or dropped record settles them later. A park
+    covers the try that it came from and earlier ones (`redrives`), not a later one.
     """
 
     def __init__(self, partitions: int, state: SeenState | None = None) -> None:
@@ -48,7 +50,7 @@ class Seen:
         bits = int.from_bytes(state.complete, "little")
         self._complete = {state.watermark + b for b in range(bits.bit_length()) if bits >> b & 1}
         self._partial = dict(state.partial)
-        self._parked = set(state.parked)
+        self._parked = dict(state.parked)
 
     def add_group(self, n: int) -> None:
         """Group n is settled."""
@@ -65,11 +67,11 @@ class Seen:
         else:
             self._partial[ordinal] = bits
 
-    def park(self, n: int) -> None:
+    def park(self, n: int, redrives: int = 0) -> None:
         """Group n is in the dead letters: its old records are ignored, a redrive is not."""
         ordinal = n // self._partitions
         if not self._has(ordinal):
-            self._parked.add(ordinal)
+            self._parked[ordinal] = max(redrives, self._parked.get(ordinal, 0))
 
     def has(self, unit: Unit) -> bool:
         """Whether the group, or the sample, is settled."""
@@ -78,8 +80,9 @@ class Seen:
             return True
         return unit.i is not None and bool(self._partial.get(ordinal, 0) >> unit.i & 1)
 
-    def is_parked(self, n: int) -> bool:
-        return n // self._partitions in self._parked
+    def is_parked(self, n: int, redrives: int = 0) -> bool:
+        """Whether this try of group n, or a later one, was parked."""
+        return self._parked.get(n // self._partitions, -1) >= redrives
 
     def add(self, unit: Unit, k: int) -> None:
         """Settle a unit of either kind."""
@@ -93,7 +96,7 @@ class Seen:
 
     def _settle(self, ordinal: int) -> None:
         self._partial.pop(ordinal, None)
-        self._parked.discard(ordinal)
+        self._parked.pop(ordinal, None)
         if self._has(ordinal):
             return
         self._complete.add(ordinal)
@@ -110,7 +113,7 @@ class Seen:
             self.watermark,
             bits.to_bytes((bits.bit_length() + 7) // 8, "little"),
             dict(sorted(self._partial.items())),
-            sorted(self._parked),
+            dict(sorted(self._parked.items())),
         )
 
     def __len__(self) -> int:

@@ -45,6 +45,8 @@ class RunContext:
     progress: Progress = field(default_factory=Progress)
     status: Status = Status.RUNNING
     """Follows the runs topic; `stopped` means: end what is open as cancelled."""
+    reason: str = ""
+    """Why it has that status."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever `status` changes."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -2,7 +2,7 @@
 
     each    record -> record             one Prompt to one Rollout, one Scored to one Distilled
     batch   records -> records           the same, many at once, in the same order
-    group   the k Rollouts of a group -> one Scored
+    group   a group, its k Rollouts as unscored samples -> one Scored
 
 No input ends without an output: a drop is a record too. A step returns what the model or its data
 did as a record; it raises only for faults of the machinery. `perform` retries those, and says in

@@ -108,7 +108,9 @@ async def read_own_output(context: RunContext, machines: dict[int, Partition]) -
         if n is None or k is None:
             return
         unit = Unit(n, header_int(headers, "rs-sample"))
-        parked = header_text(headers, "rs-kind") == Kind.PARKED
+        parked = None
+        if header_text(headers, "rs-kind") == Kind.PARKED:
+            parked = header_int(headers, "rs-redrives") or 0
         machines[record.partition].found(unit, k, record.offset, parked=parked)
 
     def gone(partition: int, first: int) -> None:

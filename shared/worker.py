@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+import msgspec
 import structlog
 
 from rollstream.shared.bus import TooLarge, Writer
@@ -15,10 +16,11 @@ from rollstream.shared.codec import Format
 from rollstream.shared.dead_letters import (
     FailureRun,
     failed_rollout,
+    letter_headers,
     parked_group,
     without_bodies,
 )
-from rollstream.shared.intake import Original, Work
+from rollstream.shared.intake import Work
 from rollstream.shared.metrics import Metrics
 from rollstream.shared.records import (
     DeadLetter,
@@ -42,7 +44,8 @@ class Ended(NamedTuple):
     """Where a unit's output lies in the own output partition."""
 
     offset: int
-    parked: bool
+    parked: int | None = None
+    """The try at which it was parked, None where it was not."""
 
 
 class Worker:
@@ -69,7 +72,7 @@ class Worker:
 
         Raises Lost, Blocked and TooManyFailures: the attempt at the run is over.
         """
-        first = work.originals[0]
+        first = work.inputs[0]
         topic = self._context.topic(self._context.route.input or "")
         with process_span(
             topic, work.partition, first.offset, first.headers, group=self._context.group
@@ -81,7 +84,7 @@ class Worker:
         if work.evidence is not None:
             await self._dead_letter(work, work.evidence)
             if work.k == 0:
-                return Ended(-1, parked=False)
+                return Ended(-1)
         record = dropped_late(work) if work.late else work.output
         if record is None:
             record = await self._record(work)
@@ -90,7 +93,9 @@ class Worker:
         except TooLarge as error:
             record = without_bodies(record, Failure("too_large", str(error)))
             offset = await self._send(work, record)
-        parked = isinstance(record, Group) and record.kind is Kind.PARKED
+        parked = None
+        if isinstance(record, Group) and record.kind is Kind.PARKED:
+            parked = record.redrives
         self._count(record, time.monotonic() - started_s)
         log_record(
             stage=self._context.route.instance, topic=self._out_topic, partition=work.partition,
@@ -120,48 +125,46 @@ class Worker:
                 metrics.reward(record.env.id, sample.reward)
 
     async def _record(self, work: Work) -> Rollout | Group:
-        given = work.given
+        given = group_of(work.given) if isinstance(work.given, list) else work.given
         if isinstance(given, Prompt) and self._context.status is Status.STOPPED:
             failure = Failure("cancelled", "the run was stopped")
-            return failed_rollout(given, work.originals[0].offset, failure, Stop.CANCELLED)
+            return failed_rollout(given, work.inputs[0].offset, failure, Stop.CANCELLED)
         output = await perform(self._call, given, self._step)
         if not isinstance(output, Failure):
             self._failures.success()
             if not isinstance(output, self._produces) or not isinstance(output, Rollout | Group):
                 raise TypeError(f"the step gave {output!r:.100}, not a {self._produces.__name__}")
             if isinstance(output, Rollout):
-                output.prompt_offset = work.originals[0].offset
+                output.prompt_offset = work.inputs[0].offset
             return output
         self._failures.failure(output)
         if isinstance(given, Prompt):
             stop = Stop.TIMEOUT if output.type == "timeout" else Stop.ERROR
-            return failed_rollout(given, work.originals[0].offset, output, stop)
+            return failed_rollout(given, work.inputs[0].offset, output, stop)
         await self._dead_letter(work, output)
-        source = given[0] if isinstance(given, list) else given
-        return parked_group(self._produces, source, output)
+        return parked_group(self._produces, given, output)
 
     async def _dead_letter(self, work: Work, failure: Failure) -> None:
         """Keep the input's bytes, acknowledged before anything is said downstream.
 
         Where they are more than the topic takes, the letter says where they lie.
         """
-        first: Original = work.originals[0]
+        first = work.inputs[0]
+        given = work.given
         letter = DeadLetter(
             run=self._context.run.run, pipeline=self._context.run.pipeline,
             stage=self._context.route.instance, n=max(work.unit.n, -1),
             topic=self._context.topic(self._context.route.input or ""),
-            partition=work.partition, offset=first.offset, error=failure,
-            originals=[original.value or b"" for original in work.originals],
+            partition=work.partition, offset=first.offset, error=failure, inputs=work.inputs,
+            at_ms=int(time.time() * 1000), attempts=self._step.max_attempts,
+            redrives=given.redrives if isinstance(given, Group) else 0,
         )
-        headers = [
-            ("dlq.stage", letter.stage.encode()), ("dlq.error", failure.type.encode()),
-            ("dlq.topic", letter.topic.encode()), ("dlq.offset", str(first.offset).encode()),
-        ]
+        headers = letter_headers(letter, self._context.group)
         topic, key = self._context.topic("dlq"), f"{letter.run}/{letter.n}"
         try:
             await self._writer.send(topic, work.partition, letter, key=key, headers=headers)
         except TooLarge:
-            letter.originals = []
+            letter.inputs = [msgspec.structs.replace(one, value=None) for one in letter.inputs]
             await self._writer.send(topic, work.partition, letter, key=key, headers=headers)
         self._metrics.failed(letter.topic, failure.type)
         self._log.warning("dead letter", n=work.unit.n, error=failure.type, detail=failure.message)

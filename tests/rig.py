@@ -47,6 +47,26 @@ class Rig:
         self._environment = {BROKERS_VARIABLE: bootstrap, "ROLLSTREAM_PREFIX": prefix}
         self._count = 0
 
+    def judge(self) -> Path:
+        """Make `judge_env` known to services that start from now on; the folder that steers it."""
+        folder = self.folder / "environments"
+        folder.mkdir(exist_ok=True)
+        source = Path(__file__).parent / "environments" / "judge_env.py"
+        (folder / source.name).write_text(source.read_text())
+        self._environment["PYTHONPATH"] = str(folder)
+        return folder
+
+    async def command(self, *arguments: str, code: int = 0) -> str:
+        """What a `rollstream` command prints; it must end with this exit code."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rollstream.services.cli", *arguments,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **self._environment},
+        )
+        said, _ = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == code, said.decode()
+        return said.decode()
+
     async def service(self, name: str, *flags: str) -> Child:
         """Start one service."""
         self._count += 1
@@ -100,6 +120,13 @@ class Rig:
             async for records in log.to_end(timeout_s=60):
                 found += [decode(r.value, list(r.headers)) for r in records]
         return found
+
+    async def written(self, config: RunConfig, kind: str) -> int:
+        """How many records one of the run's topics ever got, deleted ones too."""
+        topic = data_topic(self.prefix, config.run, config.pipeline, kind)
+        async with LogReader(self.bus, topic, range(config.partitions)) as log:
+            await log.rewind()
+            return sum((await log.ends(60)).values())
 
     def dataset(self, config: RunConfig) -> list[dict[str, Any]]:
         """The lines of a dataset run's JSONL."""

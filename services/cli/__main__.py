@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rollstream.services.cli.service", "one service, against any broker"),
     "runs": ("rollstream.services.cli.runs", "list, show, pause, resume, stop or remove runs"),
     "ledger": ("rollstream.services.cli.books", "a run's books: issued = delivered + ..."),
+    "dlq": ("rollstream.services.cli.dlq", "a run's dead letters: list, show, redrive"),
     "routes": ("rollstream.services.cli.show_routes", "the routing table as a diagram"),
 }
 

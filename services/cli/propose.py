@@ -18,8 +18,8 @@ import msgspec
 from rollstream.shared.bus import Bus, Writer, start, stop
 from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.config import ConfigError
+from rollstream.shared.control import Answer
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import Answer
 from rollstream.shared.runs import (
     Registry,
     Run,

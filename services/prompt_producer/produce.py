@@ -15,11 +15,12 @@ import structlog
 
 from rollstream.shared.bus import Lost, Writer
 from rollstream.shared.codec import Undecodable, decode, header_int
+from rollstream.shared.control import Finished, PolicyVersion
 from rollstream.shared.ledger import Ledger
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.output_tail import last_records
-from rollstream.shared.records import Finished, Issued, PolicyVersion, Prompt
+from rollstream.shared.records import Issued, Prompt
 from rollstream.shared.role import Active
 from rollstream.shared.runs import RunState, Status, state_key
 from rollstream.shared.service import RunContext
@@ -52,7 +53,8 @@ class Production:
         )
         self._rows_end = last_group(run, self._plan)
         self._version = 0
-        self._finished: set[str] = set()
+        self._finished: dict[str, int] = {}
+        """Of each leaf, how many groups had ended when it wrote its final files."""
         self._log = structlog.get_logger().bind(run=run.run, stage=context.route.instance)
 
     async def run(self) -> None:
@@ -71,7 +73,7 @@ class Production:
             await self._complete(books)
             context.progress.state = "working"
             if context.status is Status.FINISHING:
-                await self._end(books, control, "finished")
+                await self._end(books, control, context.reason or "finished")
             while not context.ending:
                 # Groups of an earlier log were issued again and are never generated again.
                 generated = await running.finished_samples()
@@ -186,19 +188,22 @@ class Production:
             if isinstance(said, PolicyVersion):
                 self._version = said.version
             elif isinstance(said, Finished):
-                self._finished.add(said.leaf)
+                self._finished[said.leaf] = said.ended
 
     async def _end(self, books: Ledger, control: LogReader, reason: str) -> None:
         """Have the sinks write their final files, then call the run done."""
         for leaf in books.books():
             self._log.info("run over", reason=reason, **leaf._asdict())
         await self._say(Status.FINISHING, reason)
-        wanted = {leaf.leaf for leaf in books.books()}
+        wanted = {leaf.leaf: leaf.ended for leaf in books.books()}
         deadline_s = time.monotonic() + FINISH_S
-        while not wanted <= self._finished and not self._context.draining.is_set():
+        # A run that was opened again for a redrive has finished before, with fewer groups.
+        while not self._context.draining.is_set() and (
+            missing := [leaf for leaf, n in wanted.items() if self._finished.get(leaf, -1) < n]
+        ):
             self._hear(await control.more(NEWS_S))
             if time.monotonic() > deadline_s:
-                silent = ", ".join(sorted(wanted - self._finished))
+                silent = ", ".join(sorted(missing))
                 reason = f"{reason}; no word of the final files from {silent}"
                 self._log.error("sinks did not finish", leaves=silent)
                 break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollstream.shared.environments.scoring import SampleScore
 from rollstream.shared.environments.workers import FingerprintMismatch, ScoringPool
-from rollstream.shared.records import Failure, Rollout, Sample, Scored, group_of
+from rollstream.shared.records import Failure, Sample, Scored
 from rollstream.shared.rewards import finish
 from rollstream.shared.runs import RunConfig
 from rollstream.shared.step import Blocked
@@ -29,12 +29,8 @@ class Score:
         self._pool = pool
         self._final = final
 
-    async def rollouts(self, rollouts: list[Rollout]) -> Scored:
-        """Score the assembled group. Raises Unscorable, Blocked."""
-        return await self.group(group_of(rollouts))
-
-    async def group(self, group: Scored) -> Scored:
-        """Score a group record. Raises Unscorable, Blocked."""
+    async def __call__(self, group: Scored) -> Scored:
+        """Score a group: just assembled, put back, or scored before. Raises Unscorable, Blocked."""
         if group.env.id and any(sample.stop.scored for sample in group.samples):
             try:
                 scores = await self._pool.score(

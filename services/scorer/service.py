@@ -58,10 +58,10 @@ class Scorer:
         }
         if upstream.service == "generator":
             step = Step(
-                group=score.rollouts, max_open_bytes=self._settings.open_groups_bytes, **limits
+                group=score, max_open_bytes=self._settings.open_groups_bytes, **limits
             )
         else:
-            step = Step(each=score.group, **limits)
+            step = Step(each=score, **limits)
         await run_stage(context, step, self.produces)
 
     async def close(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from rollstream.shared.records import Acked, Group, Offered, PolicyVersion
+from rollstream.shared.control import Acked, Offered, PolicyVersion
+from rollstream.shared.records import Group
 
 
 class Pool:

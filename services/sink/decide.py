@@ -25,6 +25,8 @@ class Decision(NamedTuple):
     outcome: Outcome
     reason: str = ""
     group: Group | None = None
+    redrives: int = 0
+    """Of a parked group: which try it was."""
 
     def ended(self, leaf: str) -> Ended:
         """As the ledger's record; rewards of a delivered group are summed over its samples."""
@@ -32,7 +34,7 @@ class Decision(NamedTuple):
         rewards = rewards_of(self.group) if delivered and self.group else []
         return Ended(
             n=self.n, leaf=leaf, outcome=self.outcome, reason=self.reason,
-            reward_sum=sum(rewards), reward_count=len(rewards),
+            reward_sum=sum(rewards), reward_count=len(rewards), redrives=self.redrives,
         )
 
 
@@ -53,11 +55,14 @@ class Decider:
 
     def decide(self, group: Group) -> Decision | None:
         """The decision that this record brings, None for a duplicate."""
-        if self.known(group.n, parked=group.kind is Kind.PARKED):
-            return None
         if group.kind is Kind.PARKED:
-            self.seen.park(group.n)
-            return Decision(group.n, Outcome.PARKED, group.reason or "parked", group)
+            if self.knows(group.n, group.redrives):
+                return None
+            self.seen.park(group.n, group.redrives)
+            reason = group.reason or "parked"
+            return Decision(group.n, Outcome.PARKED, reason, group, group.redrives)
+        if self.ended(group.n):
+            return None
         self.seen.add_group(group.n)
         if group.kind is Kind.DROPPED:
             return Decision(group.n, Outcome.DROPPED, group.reason or "dropped", group)
@@ -66,7 +71,7 @@ class Decider:
     def decide_undecodable(self, headers: Headers) -> Decision | None:
         """A record that can't be read still ends its group, where its headers name one."""
         n = header_int(headers, "rs-group")
-        if n is None or n < 0 or self.known(n, parked=False):
+        if n is None or n < 0 or self.ended(n):
             return None
         self.seen.add_group(n)
         return Decision(n, Outcome.DROPPED, UNDECODABLE)
@@ -78,13 +83,13 @@ class Decider:
         self.seen.add_group(n)
         return Decision(n, Outcome.DROPPED, RETENTION)
 
-    def knows(self, n: int) -> bool:
-        """Whether the group has ended here, or is set aside."""
-        return self.known(n, parked=True)
+    def ended(self, n: int) -> bool:
+        """Whether the group has ended here: nothing changes that."""
+        return self.seen.has(Unit(n))
 
-    def known(self, n: int, *, parked: bool) -> bool:
-        """Whether a record of group n changes nothing any more."""
-        return self.seen.has(Unit(n)) or (parked and self.seen.is_parked(n))
+    def knows(self, n: int, redrives: int = 0) -> bool:
+        """Whether it has ended here, or is set aside at this try or a later one."""
+        return self.ended(n) or self.seen.is_parked(n, redrives)
 
     def _filtered(self, group: Group) -> Decision:
         if self._min_score is None:

@@ -21,9 +21,10 @@ from rollstream.services.sink.ends import write_ends
 from rollstream.services.sink.intake import Intake
 from rollstream.services.sink.parts import Folder, Line, PartFile, read_lines
 from rollstream.shared.bus import ConsumerRebalanceListener, Lost, Writer, start, stop
+from rollstream.shared.control import Finished
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import Ended, Finished, Outcome
+from rollstream.shared.records import Ended, Outcome
 from rollstream.shared.retention import find_lost
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
@@ -48,9 +49,9 @@ class _Kept:
         self.end = 0
         self.seen = Seen(partitions)
 
-    def add(self, n: int, outcome: Outcome) -> None:
+    def add(self, n: int, outcome: Outcome, redrives: int) -> None:
         if outcome is Outcome.PARKED:
-            self.seen.park(n)
+            self.seen.park(n, redrives)
         else:
             self.seen.add_group(n)
 
@@ -126,7 +127,7 @@ class FileLeaf:
                         self._take(record)
                     await self._flush_due(writer, consumer)
                 await self._flush_all(writer, consumer)
-                await self._end(writer)
+                await self._end(writer, ledger)
             except (KafkaError, TimeoutError) as error:
                 raise Lost(f"{self._topic}: {error or type(error).__name__}") from error
             finally:
@@ -148,7 +149,7 @@ class FileLeaf:
                         self._take(record)
                     await self._flush_due(writer)
                 await self._flush_all(writer)
-                await self._end(writer)
+                await self._end(writer, ledger)
 
     @contextlib.asynccontextmanager
     async def _tools(
@@ -167,7 +168,7 @@ class FileLeaf:
     def _over(self) -> bool:
         return self._context.ending or self._context.status is Status.FINISHING
 
-    async def _end(self, writer: Writer) -> None:
+    async def _end(self, writer: Writer, ledger: LedgerReader) -> None:
         """Make the final files, where it is the run and not only this process that ends.
 
         With several members each makes the same ones: who dies in the middle is not missed.
@@ -176,8 +177,11 @@ class FileLeaf:
         if context.draining.is_set() or context.status is not Status.FINISHING:
             return
         await self._files(lambda: self._finish(self._folder.everything(self._partitions)))
-        await writer.send(context.topic("control"), 0, Finished(leaf=self._leaf))
-        while not context.ending:
+        books = (await ledger.catch_up(READ_TIMEOUT_S)).books()
+        ended = next(leaf.ended for leaf in books if leaf.leaf == self._leaf)
+        await writer.send(context.topic("control"), 0, Finished(leaf=self._leaf, ended=ended))
+        # Done comes next, or a redrive that opens the run again: then the next attempt goes on.
+        while context.status is Status.FINISHING and not context.ending:
             await asyncio.sleep(POLL_S)
 
     async def _files(self, work: Callable[[], T]) -> T:
@@ -228,7 +232,10 @@ class FileLeaf:
         missing = [
             end for end in fresh
             if not books.ended(self._leaf, end.n)
-            and not (end.outcome is Outcome.PARKED and books.set_aside(self._leaf, end.n))
+            and not (
+                end.outcome is Outcome.PARKED
+                and books.set_aside(self._leaf, end.n, end.redrives)
+            )
         ]
         await self._to_ledger(writer, missing)
         for partition in partitions:
@@ -261,11 +268,11 @@ class FileLeaf:
         if kept.end == 0:
             for n, line in self._restored.items():
                 if n % self._partitions == partition:
-                    kept.add(n, line.outcome)
+                    kept.add(n, line.outcome, line.redrives)
                     found.append(line.ended(self._leaf))
         for part in self._folder.chain(partition, kept.end):
             for line in read_lines(part, Line):
-                kept.add(line.n, line.outcome)
+                kept.add(line.n, line.outcome, line.redrives)
                 found.append(line.ended(self._leaf))
             kept.end = part.header.end
         return found
@@ -303,7 +310,7 @@ class FileLeaf:
         await self._to_ledger(writer, [d.ended(self._leaf) for d in decisions])
         kept = self._kept[partition]
         for decision in decisions:
-            kept.add(decision.n, decision.outcome)
+            kept.add(decision.n, decision.outcome, decision.redrives)
         kept.end = end
         progress = self._context.progress
         progress.done += len(decisions)

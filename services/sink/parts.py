@@ -58,11 +58,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     reward_sum: float = 0.0
     reward_count: int = 0
+    redrives: int = 0
 
     def ended(self, leaf: str) -> Ended:
         return Ended(
             n=self.n, leaf=leaf, outcome=self.outcome, reason=self.reason,
-            reward_sum=self.reward_sum, reward_count=self.reward_count,
+            reward_sum=self.reward_sum, reward_count=self.reward_count, redrives=self.redrives,
         )
 
 
@@ -140,7 +141,7 @@ class Folder:
         group = decision.group if keep else None
         return msgspec.json.encode(FullLine(
             n=ended.n, outcome=ended.outcome, reason=ended.reason, reward_sum=ended.reward_sum,
-            reward_count=ended.reward_count,
+            reward_count=ended.reward_count, redrives=ended.redrives,
             group=group if isinstance(group, Scored | Distilled) else None,
         ))
 

@@ -25,17 +25,10 @@ from rollstream.services.sink.intake import Intake
 from rollstream.services.sink.trajectories import is_trainable
 from rollstream.shared.bus import Lost
 from rollstream.shared.codec import Undecodable, decode, header_int
+from rollstream.shared.control import Acked, Finished, Offered, PolicyVersion
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import (
-    Acked,
-    Ended,
-    Finished,
-    Group,
-    Offered,
-    Outcome,
-    PolicyVersion,
-)
+from rollstream.shared.records import Ended, Group, Outcome
 from rollstream.shared.retention import find_lost
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
@@ -202,8 +195,10 @@ class TrainerLeaf:
         context, told = self._context, False
         while not context.ending:
             if context.status is Status.FINISHING and not told:
-                await self._told(Finished(leaf=self._leaf))
-                told = True
+                books = await read_ledger(context.bus, self.run, READ_TIMEOUT_S)
+                ended = next(b.ended for b in books.books() if b.leaf == self._leaf)
+                await self._told(Finished(leaf=self._leaf, ended=ended))
+            told = context.status is Status.FINISHING
             context.progress.state = "serving" if self.book.registered else "waiting for a trainer"
             await self._take(await data.more(POLL_S))
             if self._failure is not None:
@@ -218,7 +213,7 @@ class TrainerLeaf:
         for record in records:
             decider = self._deciders[record.partition]
             n = header_int(list(record.headers), "rs-group")
-            if n is not None and decider.known(n, parked=False):
+            if n is not None and decider.ended(n):
                 continue  # ended, or waiting here: not worth decoding
             decision = self._intake.decide(decider, record)
             if decision is None:

@@ -38,7 +38,7 @@ async def ends(made: Rig, topic: str, partitions: int) -> dict[int, int]:
 
 async def filled(made: Rig, config: RunConfig, topic: str, records: int) -> dict[int, int]:
     """Wait until the topic holds so many records; how many each partition has."""
-    deadline_s = time.monotonic() + 90
+    deadline_s, found = time.monotonic() + 90, {}
     while time.monotonic() < deadline_s:
         found = await ends(made, topic, config.partitions)
         if sum(found.values()) >= records:

@@ -25,6 +25,7 @@ from rollstream.shared.records import (
     Scored,
     Stop,
     group_of,
+    passed_on,
 )
 from rollstream.shared.runs import RunConfig, Status
 from rollstream.shared.seen import Unit
@@ -61,6 +62,7 @@ class FakeRecord:
     headers: tuple[tuple[str, bytes], ...]
     partition: int = 1
     timestamp: int = 1000
+    key: bytes = b"r/1"
 
 
 class Line:
@@ -109,8 +111,12 @@ async def generate(given: Prompt) -> Rollout:
     return rollout(given.n, given.i)
 
 
-async def score(rollouts: list[Rollout]) -> Scored:
-    return group_of(rollouts)
+async def score(group: Scored) -> Scored:
+    return group
+
+
+async def distil(group: Scored) -> Distilled:
+    return passed_on(Distilled, group)
 
 
 async def fail(_: Any) -> Any:
@@ -141,7 +147,7 @@ async def test_an_undecodable_prompt_is_kept_and_closes_its_slot():
     _, headers = encode(prompt(i=1))
     await line.give(b"\x00 garbage", headers)
     (letter,), (ended,) = line.writer.to("dlq"), line.writer.to("rollouts")
-    assert letter.originals == [b"\x00 garbage"]
+    assert [one.value for one in letter.inputs] == [b"\x00 garbage"]
     assert (ended.n, ended.i, ended.stop) == (1, 1, Stop.ERROR)
     assert ended.error.type == "undecodable"
     assert line.committed == 1
@@ -204,7 +210,11 @@ async def test_an_unscorable_group_is_parked_with_its_original_bytes():
     for body in bodies:
         await line.give(*body)
     (letter,), (parked,) = line.writer.to("dlq"), line.writer.to("scored")
-    assert letter.originals == [body for body, _ in bodies]
+    assert [one.value for one in letter.inputs] == [body for body, _ in bodies]
+    assert [list(one.headers) for one in letter.inputs] == [headers for _, headers in bodies]
+    assert [(one.offset, one.key, one.timestamp_ms) for one in letter.inputs] == [
+        (0, b"r/1", 1000), (1, b"r/1", 1000)
+    ]
     assert (letter.stage, letter.n, letter.error.type) == ("scorer", 1, "ZeroDivisionError")
     assert (parked.kind, parked.reason, parked.samples) == (Kind.PARKED, "ZeroDivisionError", [])
     order = [topic for topic, _, _ in line.writer.sent]
@@ -217,18 +227,44 @@ async def test_a_redriven_group_is_scored_again_by_the_instance_it_is_for():
     line = scorer(fail)
     for i in (0, 1):
         await line.give_record(rollout(i=i))
-    line.worker._call = line.worker._step.group  # type: ignore[assignment]
-    body, headers = encode(group_of([rollout(i=0), rollout(i=1)]))
+    put_back = group_of([rollout(i=0), rollout(i=1)])
+    put_back.redrives = 1
+    body, headers = encode(put_back)
     await line.give(body, [*headers, ("to", b"scorer:other")])
     assert len(line.writer.to("scored")) == 1
-
-    async def rescore(group: Scored) -> Scored:
-        return group
-
-    line.worker._call = rescore
+    line.worker._call = score
     await line.give(body, [*headers, ("to", b"scorer")])
-    assert [g.kind for g in line.writer.to("scored")] == [Kind.PARKED, Kind.SCORED]
-    assert line.committed == 4
+    await line.give(body, [*headers, ("to", b"scorer")])
+    assert [(g.kind, g.redrives) for g in line.writer.to("scored")] == [
+        (Kind.PARKED, 0), (Kind.SCORED, 1)
+    ]
+    assert line.committed == 5
+
+
+async def test_a_group_that_fails_again_is_parked_again():
+    line = scorer(fail)
+    for i in (0, 1):
+        await line.give_record(rollout(i=i))
+    put_back = group_of([rollout(i=0), rollout(i=1)])
+    put_back.redrives = 1
+    body, headers = encode(put_back)
+    await line.give(body, [*headers, ("to", b"scorer")])
+    assert [g.redrives for g in line.writer.to("scored")] == [0, 1]
+    assert [letter.redrives for letter in line.writer.to("dlq")] == [0, 1]
+    assert line.machine.seen.is_parked(1, redrives=1)
+
+
+async def test_what_was_parked_before_this_stage_is_passed_on_and_worked_on_once_it_is_scored():
+    line = teacher(distil)
+    parked = Scored(run="r", pipeline="rl", n=1, k=2, env=EnvRef("e"), row=ROW, kind=Kind.PARKED)
+    await line.give_record(parked)
+    await line.give_record(parked)
+    again = group_of([rollout(i=0), rollout(i=1)])
+    again.redrives = 1
+    await line.give_record(again)
+    assert [(g.kind, g.redrives) for g in line.writer.to("distilled")] == [
+        (Kind.PARKED, 0), (Kind.SCORED, 1)
+    ]
 
 
 async def test_too_many_failures_in_a_row_stop_the_loop_instead():

@@ -75,8 +75,8 @@ async def test_what_was_left_in_the_log_comes_back_whole(written: tuple[Bus, str
         await refetch.fill(work)
     await refetch.close()
     assert [work.given for work in over] == [work.given for work in within]
-    assert [[o.value for o in work.originals] for work in over] == [
-        [o.value for o in work.originals] for work in within
+    assert [[o.value for o in work.inputs] for work in over] == [
+        [o.value for o in work.inputs] for work in within
     ]
     assert [work.unit.n for work in over] == list(range(GROUPS))
 

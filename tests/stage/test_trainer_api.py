@@ -26,7 +26,8 @@ from trainer_rig import (
 
 from rollstream.services.sink.service import Sink
 from rollstream.shared.client import TrainerClient
-from rollstream.shared.records import Acked, Kind, Offered, PolicyVersion
+from rollstream.shared.control import Acked, Offered, PolicyVersion
+from rollstream.shared.records import Kind
 from rollstream.shared.runs import Refusal, Status
 
 

@@ -24,8 +24,8 @@ from trainer_rig import (
 from rollstream.services.sink.service import Sink
 from rollstream.shared.bus import Lost
 from rollstream.shared.client import TrainerClient, TrainerError
+from rollstream.shared.control import Acked, Offered, PolicyVersion
 from rollstream.shared.ledger_reader import read_ledger
-from rollstream.shared.records import Acked, Offered, PolicyVersion
 
 
 async def test_what_was_not_acknowledged_is_offered_again_whole_after_a_restart(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,11 +16,12 @@ LEAVES = ["trainer", "archive"]
 numbers = st.integers(0, 11)
 records = st.one_of(
     st.builds(Issued, n=numbers, k=st.just(4)),
-    st.builds(Redriven, n=numbers),
+    st.builds(Redriven, n=numbers, redrives=st.integers(1, 2)),
     st.builds(
         Ended, n=numbers, leaf=st.sampled_from(LEAVES), outcome=st.sampled_from(Outcome),
         reason=st.sampled_from(["stale", "zero_variance"]),
         reward_sum=st.sampled_from([0.5, 2.0]), reward_count=st.just(4),
+        redrives=st.integers(0, 2),
     ),
 )
 
@@ -30,19 +32,27 @@ class Model:
     def __init__(self) -> None:
         self.issued: dict[int, int] = {}
         self.ends: dict[tuple[str, int], Ended] = {}
-        self.parked: set[tuple[str, int]] = set()
+        self.parks: dict[tuple[str, int], list[int]] = {}
+        self.redrives: dict[tuple[str, int], list[int]] = {}
 
     def apply(self, record: Issued | Ended | Redriven) -> None:
         if isinstance(record, Issued):
             self.issued.setdefault(record.n, record.k)
         elif isinstance(record, Redriven):
-            self.parked -= {(leaf, record.n) for leaf in LEAVES}
+            for leaf in LEAVES:
+                self.redrives.setdefault((leaf, record.n), []).append(record.redrives)
         elif (key := (record.leaf, record.n)) not in self.ends:
             if record.outcome is Outcome.PARKED:
-                self.parked.add(key)
+                self.parks.setdefault(key, []).append(record.redrives)
             else:
                 self.ends[key] = record
-                self.parked.discard(key)
+
+    @property
+    def parked(self) -> set[tuple[str, int]]:
+        return {
+            key for key, tries in self.parks.items()
+            if key not in self.ends and max(tries) >= max(self.redrives.get(key, [0]))
+        }
 
     def ended(self, leaf: str, outcome: Outcome) -> list[Ended]:
         return [e for (at, n), e in self.ends.items()
@@ -100,10 +110,38 @@ def test_a_redriven_group_is_in_flight_again_and_ends_as_if_nothing_had_happened
     assert ledger.outstanding_samples("report") == 0
     ledger.apply(0, Redriven(n=0))
     assert ledger.open_groups("report") == [0]
-    assert ledger.set_aside("report", 0)
+    assert ledger.set_aside("report", 0, 0)
+    assert not ledger.set_aside("report", 0, 1)
     ledger.apply(0, Ended(n=0, leaf="report", outcome=Outcome.DELIVERED))
     assert ledger.books()[0].delivered == 1
-    assert not ledger.set_aside("report", 0)
+    assert not ledger.set_aside("report", 0, 0)
+
+
+def test_the_order_of_a_park_and_a_redrive_in_the_ledger_changes_nothing() -> None:
+    """The redrive's record and what comes of it race: only the number of the try counts."""
+    parked_again = Ended(n=0, leaf="report", outcome=Outcome.PARKED, redrives=1)
+    for order in permutations([
+        Ended(n=0, leaf="report", outcome=Outcome.PARKED), Redriven(n=0), parked_again,
+        Redriven(n=0, redrives=1),
+    ]):
+        ledger = Ledger(["report", "other"], 1)
+        ledger.apply(0, Issued(n=0, k=2))
+        for record in order:
+            ledger.apply(0, record)
+        assert ledger.parked_groups("report") == [0]
+        assert ledger.redrives("report", 0) == 1
+        ledger.apply(0, Redriven(n=0, redrives=2, leaves=["report"]))
+        assert ledger.open_groups("report") == [0]
+
+
+def test_a_redrive_concerns_the_leaves_of_its_branch() -> None:
+    ledger = Ledger(LEAVES, 1)
+    ledger.apply(0, Issued(n=0, k=2))
+    for leaf in LEAVES:
+        ledger.apply(0, Ended(n=0, leaf=leaf, outcome=Outcome.PARKED))
+    ledger.apply(0, Redriven(n=0, leaves=["archive"]))
+    assert ledger.open_groups("archive") == ledger.parked_groups("trainer") == [0]
+    assert ledger.open_groups("trainer") == ledger.parked_groups("archive") == []
 
 
 def test_an_end_from_an_earlier_log_counts_once_its_group_is_issued() -> None:

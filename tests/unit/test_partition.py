@@ -164,11 +164,14 @@ def test_a_revoke_says_how_far_work_was_dispatched():
 def test_parked_groups_are_worked_on_again_only_when_redriven():
     machine = Partition(1)
     machine.read(0, Unit(0))
-    machine.finished(Unit(0), 1, 0, parked=True)
+    machine.finished(Unit(0), 1, 0, parked=0)
     assert machine.read(1, Unit(0)) is Verdict.KNOWN
-    assert machine.read_redriven(2, Unit(0)) is Verdict.WORK
-    machine.finished(Unit(0), 1, 1)
-    assert machine.read_redriven(3, Unit(0)) is Verdict.KNOWN
+    assert machine.read(2, Unit(0), redrives=1) is Verdict.WORK
+    machine.finished(Unit(0), 1, 1, parked=1)
+    assert machine.read(3, Unit(0), redrives=1) is Verdict.KNOWN
+    assert machine.read(4, Unit(0), redrives=2) is Verdict.WORK
+    machine.finished(Unit(0), 1, 2)
+    assert machine.read(5, Unit(0), redrives=3) is Verdict.KNOWN
 
 
 def test_held_evidence_blocks_the_frontier_and_settles_nothing():

@@ -39,6 +39,7 @@ def test_a_state_gives_an_equal_one_back(added, parked):
     again = Seen(P, seen.state())
     assert again.state() == seen.state()
     assert all(again.is_parked(n) == seen.is_parked(n) for n in parked)
+    assert not any(again.is_parked(n, redrives=1) for n in parked)
 
 
 def test_a_long_run_costs_no_memory():
@@ -57,3 +58,10 @@ def test_parked_does_not_settle():
     seen.add_group(5)
     assert seen.has(Unit(5))
     assert not seen.is_parked(5)
+
+
+def test_a_park_covers_its_own_try_and_earlier_ones():
+    seen = Seen(P)
+    seen.park(5, 1)
+    seen.park(5, 0)
+    assert [seen.is_parked(5, redrives) for redrives in (0, 1, 2)] == [True, True, False]

@@ -13,13 +13,11 @@ from rollstream.services.sink.batch_file import BatchLine
 from rollstream.services.sink.batches import BatchBook, Pool
 from rollstream.services.sink.parts import PartError
 from rollstream.shared.arrays import pack
+from rollstream.shared.control import Acked, Offered, PolicyVersion
 from rollstream.shared.records import (
-    Acked,
     Ended,
     EnvRef,
-    Offered,
     Outcome,
-    PolicyVersion,
     Row,
     Sample,
     Scored,
