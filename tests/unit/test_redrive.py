@@ -151,5 +151,5 @@ def test_few_failures_among_many_go_on_for_ever():
     for _ in range(50):
         for _ in range(FAILURES_IN_A_ROW - 1):
             limit.failure(FAILURE)
-        for _ in range(FAILURES_IN_A_ROW + 1):
+        for _ in range(3 * FAILURES_IN_A_ROW):
             limit.success()
