@@ -86,6 +86,12 @@ class Attendance:
             for (run, instance), context in self._contexts.items()
         }
 
+    def end_attempt(self, context: RunContext) -> None:
+        """Let go of a run's attempt that does not move; the next one begins within a second."""
+        task = self._tasks.get((context.run.run, context.route.instance))
+        if task is not None:
+            task.cancel()
+
     @property
     def contexts(self) -> list[RunContext]:
         return list(self._contexts.values())
@@ -151,6 +157,7 @@ class Attendance:
         pause_s = FIRST_PAUSE_S
         while True:
             started_s = time.monotonic()
+            context.progress.alive_s, context.progress.state = 0.0, "starting"
             try:
                 await self._service.attend(context)
                 context.progress.state = "done" if context.status is Status.DONE else "stopped"

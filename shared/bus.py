@@ -18,6 +18,7 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from rollstream.shared.assignor import assignor_for
 from rollstream.shared.codec import Format, Headers, encode
 from rollstream.shared.telemetry import inject
+from rollstream.shared.watchdog import Rejoins
 
 SEND_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -45,6 +46,7 @@ class Bus:
         self.bootstrap = bootstrap
         self.client_id = client_id
         self.options = dict(options or {})
+        self.rejoins = Rejoins()
         self._session_timeout_ms = session_timeout_ms
         self._fetch_wait_ms = fetch_wait_ms
 

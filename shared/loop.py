@@ -225,6 +225,7 @@ class StageLoop:
             # A position, any position: without one `auto_offset_reset="none"` raises.
             consumer.seek(tp, 0)
         self._assigned = {tp.partition for tp in partitions}
+        self._bus.rejoins.joined(self._context.group, time.monotonic())
         self._wake.set()
 
     async def revoked(self, consumer: AIOKafkaConsumer) -> None:
@@ -351,6 +352,7 @@ class StageLoop:
         progress.queued = len(self._ready) + len(self._later)
         progress.open_groups = self._intake.open_groups
         progress.state = "working" if self._machines else "standby"
+        progress.alive()
 
     async def _end(self, consumer: AIOKafkaConsumer, writer: Writer) -> None:
         for unregister in self._gauges:

@@ -47,6 +47,7 @@ Gauge = Literal[
     "rollstream.groups.in_flight",
     "rollstream.groups.oldest",
     "rollstream.policy.version",
+    "rollstream.no_progress",
     "rollstream.event_loop.lag",
 ]
 IN_FLIGHT: Final = "rollstream.in_flight"
@@ -65,12 +66,15 @@ OLDEST_GROUP: Final = "rollstream.groups.oldest"
 """Gauge in seconds {pipeline, stage}: age of the oldest group in flight (producer)."""
 POLICY_VERSION: Final = "rollstream.policy.version"
 """Gauge {pipeline, stage}: the newest version that was announced."""
+NO_PROGRESS: Final = "rollstream.no_progress"
+"""Gauge in seconds {pipeline, stage}: how long a stage with work has got nothing done."""
 EVENT_LOOP_LAG: Final = "rollstream.event_loop.lag"
 """Gauge in seconds: how late the event loop woke up last."""
 
 _GAUGES: dict[Gauge, str] = {
     IN_FLIGHT: "", LAG: "", COMMIT_LAG: "", FRONTIER: "", GROUPS_OPEN: "", GROUPS_IN_FLIGHT: "",
-    OLDEST_GROUP: "s", POLICY_VERSION: "", EVENT_LOOP_LAG: "s",
+    OLDEST_GROUP: "s", POLICY_VERSION: "", NO_PROGRESS: "s",
+    EVENT_LOOP_LAG: "s",
 }
 _STEP_BOUNDS_S = [0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800]
 # None below 0: Prometheus leaves out a histogram's sum, and so the mean, where a bound is negative.

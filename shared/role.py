@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -87,6 +88,7 @@ class _Post(ConsumerRebalanceListener):
         context.progress.state = "standby"
 
     def on_partitions_assigned(self, assigned: Any) -> None:
+        self._context.bus.rejoins.joined(self._context.group, time.monotonic())
         mine = [tp for tp in assigned if isinstance(tp, TopicPartition)]
         if not mine:
             return

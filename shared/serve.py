@@ -26,6 +26,7 @@ from aiokafka.errors import KafkaError
 from rollstream.shared import config, telemetry
 from rollstream.shared.attendance import Attendance
 from rollstream.shared.brokers.connection import check, client_options
+from rollstream.shared.brokers.room import BrokerRoom
 from rollstream.shared.bus import Bus, Lost, start, stop
 from rollstream.shared.health import Health, HealthServer, beat_event_loop, exit_when_stuck
 from rollstream.shared.inference.client import InferenceClient
@@ -41,6 +42,7 @@ from rollstream.shared.settings import (
     service_table,
 )
 from rollstream.shared.topics import TopicError, check_prefix, create, runs_spec
+from rollstream.shared.vigil import Vigil
 
 BROKER_CHECK_S = 2.0
 SERVER_CHECK_S = 3.0
@@ -126,7 +128,7 @@ class _Process:
             self._service, bus, settings.prefix, run=settings.run, instance=settings.instance,
             drain_s=settings.drain_s,
         )
-        return await self._attend(attendance, options)
+        return await self._attend(attendance, bus, options)
 
     async def _check_alone(self) -> None:
         """What else would keep it from starting: its port, and what the service looks at itself.
@@ -152,7 +154,9 @@ class _Process:
                     f"endpoints.{endpoint.name}.url", str(endpoint.url), str(error)
                 ) from error
 
-    async def _attend(self, attendance: Attendance, options: dict[str, object]) -> int:
+    async def _attend(
+        self, attendance: Attendance, bus: Bus, options: dict[str, object]
+    ) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_end.set)
@@ -169,7 +173,7 @@ class _Process:
                 asyncio.create_task(self._watch_broker(options)),
                 asyncio.create_task(self._asked_to_end.wait()),
                 asyncio.create_task(beat_event_loop(health, LOOP_STUCK_S)),
-                asyncio.create_task(_report(health, attendance)),
+                asyncio.create_task(_report(health, attendance, bus, self._settings)),
             }
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             code = self._failed(done)
@@ -212,8 +216,11 @@ class _Process:
     async def _watch_broker(self, options: dict[str, object]) -> None:
         """End the process, loudly, once the broker has been out of reach for too long."""
         last_seen_s = time.monotonic()
+        room = BrokerRoom(self._settings.broker_pid)
         while True:
             await asyncio.sleep(BROKER_CHECK_S)
+            if room.gone():
+                raise Lost(f"the broker {self._settings.brokers} has ended, its data with it")
             reason = await check(self._settings.brokers, dict(options), BROKER_CHECK_S * 2)
             if reason is None:
                 last_seen_s = time.monotonic()
@@ -238,10 +245,23 @@ class _Process:
             await stop(admin)
 
 
-async def _report(health: Health, attendance: Attendance) -> None:
-    """Keep readiness true: the runs are known, and each stage of a live run works or stands by."""
+async def _report(
+    health: Health, attendance: Attendance, bus: Bus, settings: ServiceSettings
+) -> None:
+    """Keep readiness true: the runs are known, and each stage of a live run works or stands by.
+
+    Raises Lost where the process had better end.
+    """
+    vigil = Vigil(attendance, settings)
     while True:
         health.set_ready("runs", attendance.caught_up, "reading the runs topic")
+        silent = vigil.look()
+        health.set_ready("progress", not silent, "; ".join(silent))
+        if (group := bus.rejoins.too_often(time.monotonic())) is not None:
+            raise Lost(
+                f"client id = {bus.client_id}: {group} was joined more than five times a minute "
+                "for minutes: end the other process of this id, or look at the broker"
+            )
         retrying = [
             f"{c.run.run}/{c.route.instance}: {c.progress.last_error}"
             for c in attendance.contexts if c.progress.state in ("retrying", "blocked")

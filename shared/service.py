@@ -8,6 +8,7 @@ point (`rollstream.services`), this project's own like anybody's.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -30,7 +31,15 @@ class Progress:
     partitions: list[int] = field(default_factory=list)
     state: str = "starting"
     last_error: str = ""
+    waiting_for: str = ""
+    """What keeps it from taking more, where it knows."""
     last_progress_s: float = 0.0
+    alive_s: float = 0.0
+    """When its loop went round last, by the monotonic clock; 0 while it has not begun."""
+
+    def alive(self) -> None:
+        """A sign of life from the loop."""
+        self.alive_s = time.monotonic()
 
 
 @dataclass

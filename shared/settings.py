@@ -63,6 +63,17 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     broker_lost_s: Annotated[
         float, Meta(gt=0, description="exit when the broker can't be reached for so long")
     ] = 60.0
+    broker_pid: Annotated[
+        int, Meta(ge=0, description="the broker's process, where it is on this machine")
+    ] = 0
+    broker_memory_bytes: Annotated[
+        int, Meta(ge=0, description="admit nothing above 80 % of this in the broker; 0 = no cap")
+    ] = 0
+    no_progress_s: Annotated[
+        float,
+        Meta(ge=0, description="warn after so long without progress, unhealthy at 2x, over at 3x; "
+             "0 = from the run's deadlines"),
+    ] = 0.0
     drain_s: Annotated[float, Meta(gt=0, description="grace at SIGTERM")] = 60.0
     session_timeout_ms: Annotated[
         int, Meta(ge=1000, description="a member silent for so long has lost its partitions")

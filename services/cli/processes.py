@@ -107,6 +107,16 @@ class Children:
             await asyncio.sleep(0.1)
         raise CannotStart(f"{child.name} did not start within {timeout_s:g} s, see {child.log}")
 
+    async def left_alone(self, timeout_s: float) -> None:
+        """Start nothing again, and wait, so long at most, for what needs the others to end."""
+        deadline_s = time.monotonic() + timeout_s
+        for child in self._children:
+            child.wanted = False
+        while time.monotonic() < deadline_s and any(
+            child.running and not child.serves_others for child in self._children
+        ):
+            await asyncio.sleep(0.1)
+
     def check(self) -> None:
         """Raises CannotStart where a child has given up."""
         if self.failed is not None and self.failed.done():

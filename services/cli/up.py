@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import msgspec
 from rollstream.shared import brokers as broker_launcher
 from rollstream.shared.brokers.broker import BrokerError
 from rollstream.shared.brokers.connection import check, client_options
+from rollstream.shared.brokers.room import BrokerRoom
 from rollstream.shared.config import ConfigError, Parser, parse_flags, read_file
 from rollstream.shared.inference.endpoints import Endpoint
 from rollstream.shared.settings import (
@@ -42,6 +43,8 @@ SERVICES = ("sink", "scorer", "teacher-distiller", "generator", "prompt-producer
 """Started in this order: readers before writers, so that nothing waits."""
 
 EMBEDDED_PARTITIONS = 4
+GUARD_S = 0.5
+SERVICES_END_S = 10.0
 ENGINE_START_S = 600.0
 """The first start converts the model."""
 
@@ -53,11 +56,12 @@ class Stack:
     brokers: str
     partitions: int
     kind: str
+    broker_pid: int = 0
     endpoint: str = ""
     model: str = ""
 
 
-Work = Callable[[argparse.Namespace, Stack, Children], Awaitable[int]]
+Work = Callable[[argparse.Namespace, Stack, Children], Coroutine[None, None, int]]
 """What is to be done once everything is up; the exit code."""
 
 
@@ -67,6 +71,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default="runs", help="logs and data [runs]")
     parser.add_argument("--broker", choices=["embedded", "kafka"], default=None,
                         help="start one here [embedded, unless brokers are given]")
+    parser.add_argument("--broker-memory-mib", type=int, default=2048,
+                        help="embedded: end at this much memory, admit nothing above 80 %% [2048]")
     parser.add_argument("--brokers", default=None, help=f"use these [{BROKERS_VARIABLE}]")
     parser.add_argument("--engine", action="store_true", help="serve a model with the CPU engine")
     parser.add_argument("--model", default=os.environ.get("MODEL", "smollm2"),
@@ -104,6 +110,9 @@ def run_stack(
     except (ConfigError, BrokerError, CannotStart) as error:
         print(f"rollstream {name}: {error}", file=sys.stderr)
         return 2
+    except BrokerGone as error:
+        print(f"rollstream {name}: {error}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"rollstream {name}: ended, nothing is left running", file=sys.stderr)
         return 130
@@ -127,7 +136,9 @@ async def _run(given: argparse.Namespace, work: Work) -> int:
         UP_FILE.write_bytes(msgspec.json.encode(UpFile(
             stack.brokers, stack.partitions, os.getpid(), stack.model, stack.endpoint,
         )))
-        return await work(given, stack, children)
+        if broker is None:
+            return await work(given, stack, children)
+        return await _guarded(work(given, stack, children), broker, children, given)
     finally:
         # A second Ctrl-C must not interrupt the clean-up.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -135,6 +146,40 @@ async def _run(given: argparse.Namespace, work: Work) -> int:
         await children.stop()
         if broker is not None:
             await asyncio.to_thread(broker.stop)
+
+
+async def _guarded(
+    work: Coroutine[None, None, int], broker: broker_launcher.Broker, children: Children,
+    given: argparse.Namespace,
+) -> int:
+    """The work's exit code, as long as the broker lives and keeps within its memory.
+
+    Raises BrokerGone; the services have said the same and ended by then.
+    """
+    task = asyncio.ensure_future(work)
+    room = BrokerRoom(broker.pid, given.broker_memory_mib * 2**20)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=GUARD_S)
+            full = broker.kind == "embedded" and room.used_bytes() >= room.cap_bytes > 0
+            if full:
+                await asyncio.to_thread(broker.kill)
+            if full or not broker.alive():
+                await children.left_alone(SERVICES_END_S)
+                why = (
+                    f"reached {given.broker_memory_mib} MiB and was ended (give it more with "
+                    "--broker-memory-mib, or use --broker kafka)"
+                    if full else f"has ended, see {broker.log_path}"
+                )
+                raise BrokerGone(f"the {broker.kind} broker {why}")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=SERVICES_END_S)
+
+
+class BrokerGone(Exception):
+    """The broker that `up` had started is no more; one line says why."""
 
 
 def _writable(folder: Path) -> Path:
@@ -167,7 +212,7 @@ async def _broker(
     broker = await asyncio.to_thread(broker_launcher.start, kind, folder)
     partitions = EMBEDDED_PARTITIONS if kind == "embedded" else DEFAULT_PARTITIONS
     print(f"broker: {kind} at {broker.bootstrap}", flush=True)
-    return Stack(broker.bootstrap, partitions, kind), broker
+    return Stack(broker.bootstrap, partitions, kind, broker.pid), broker
 
 
 async def _engine(
@@ -204,6 +249,8 @@ async def _services(
     if stack.kind == "embedded":
         # It waits half a session timeout at each join.
         flags += ["--broker-lost-s", "8", "--session-timeout-ms", "6000"]
+        flags += ["--broker-pid", str(stack.broker_pid),
+                  "--broker-memory-bytes", str(given.broker_memory_mib * 2**20)]
     flags += given.service_flags.split()
     for name in SERVICES:
         await children.start(service_child(name, folder, {}, *flags))

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from rollstream.shared.brokers.room import BrokerRoom
 from rollstream.shared.bus import Lost, Writer
 from rollstream.shared.codec import Undecodable, decode, header_int
 from rollstream.shared.control import Finished, PolicyVersion
@@ -41,10 +42,13 @@ FINISH_S = 600.0
 class Production:
     """One term of office of a run's producer."""
 
-    def __init__(self, context: RunContext, sources: list[Source], active: Active) -> None:
+    def __init__(
+        self, context: RunContext, sources: list[Source], active: Active, broker: BrokerRoom
+    ) -> None:
         run = context.run
         self._context = context
         self._sources = sources
+        self._broker = broker
         self._writer: Writer = active.writer
         self._active = active
         self._plan = Plan(
@@ -81,16 +85,24 @@ class Production:
                 now = standing(books.books(), generated)
                 expiry.look(books)
                 context.progress.done = now.issued
-                context.progress.in_flight = now.in_flight
+                context.progress.alive()
                 stopped = context.status is Status.STOPPED
                 if (reason := over(context.run, now, self._rows_end, stopped=stopped)) is not None:
                     await self._end(books, control, reason)
                     return
-                groups = room(context.run, now, self._rows_end)
+                groups = self._room_at_broker(room(context.run, now, self._rows_end))
                 if groups and context.status is Status.RUNNING:
                     await self._admit(books, groups)
                 await ledger.follow(NEWS_S)
                 self._hear(await control.more(0.01))
+
+    def _room_at_broker(self, groups: int) -> int:
+        """None where the broker's memory is nearly full; said once, and shown."""
+        progress, full = self._context.progress, self._broker.why_full() if groups else None
+        if full is not None and not progress.waiting_for:
+            self._log.error(full)
+        progress.waiting_for = full or ""
+        return 0 if full else groups
 
     async def _admit(self, books: Ledger, groups: int) -> None:
         """Issue the next groups, at most one per partition at a time."""
@@ -202,6 +214,7 @@ class Production:
             missing := [leaf for leaf, n in wanted.items() if self._finished.get(leaf, -1) < n]
         ):
             self._hear(await control.more(NEWS_S))
+            self._context.progress.alive()
             if time.monotonic() > deadline_s:
                 silent = ", ".join(sorted(missing))
                 reason = f"{reason}; no word of the final files from {silent}"
@@ -222,8 +235,10 @@ def _within(n: int, ranges: list[tuple[int, int]]) -> bool:
     return any(first <= n <= last for first, last in ranges)
 
 
-async def produce(context: RunContext, sources: list[Source], active: Active) -> None:
+async def produce(
+    context: RunContext, sources: list[Source], active: Active, broker: BrokerRoom
+) -> None:
     """Hold a run's office of producer until it is over."""
-    await Production(context, sources, active).run()
+    await Production(context, sources, active, broker).run()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from rollstream.shared.brokers.room import BrokerRoom
 from rollstream.shared.environments.library import Library
 from rollstream.shared.role import Active, run_active
 from rollstream.shared.routes import Route
@@ -26,6 +27,7 @@ class PromptProducer:
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._library = Library()
+        self._broker = BrokerRoom(settings.broker_pid, settings.broker_memory_bytes)
 
     async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
         """Rows and fingerprints of the run's sources. Raises Refusal."""
@@ -48,7 +50,7 @@ class PromptProducer:
                 )
 
         async def hold_office(active: Active) -> None:
-            await produce(context, sources, active)
+            await produce(context, sources, active, self._broker)
 
         await run_active(context, hold_office)
 

@@ -116,10 +116,13 @@ class FileLeaf:
         async with self._tools() as (writer, ledger):
             consumer = self._context.bus.member(self._context.group)
             assigned: set[int] = set()
-            consumer.subscribe([self._topic], listener=_Listener(consumer, assigned, self._open))
+            consumer.subscribe([self._topic], listener=_Listener(
+                self._context, consumer, assigned, self._open
+            ))
             try:
                 await start(consumer)
                 while not self._over:
+                    self._report()
                     if assigned:
                         opened, _ = set(assigned), assigned.clear()
                         await self._take_over(consumer, opened, writer, ledger)
@@ -145,6 +148,7 @@ class FileLeaf:
                         self._take(record)
                     await self._flush_due(writer)
                 while not self._over:
+                    self._report()
                     for record in await reader.more(POLL_S):
                         self._take(record)
                     await self._flush_due(writer)
@@ -183,6 +187,12 @@ class FileLeaf:
         # Done comes next, or a redrive that opens the run again: then the next attempt goes on.
         while context.status is Status.FINISHING and not context.ending:
             await asyncio.sleep(POLL_S)
+
+    def _report(self) -> None:
+        progress = self._context.progress
+        progress.state = "working" if self._open else "standby"
+        progress.in_flight = sum(len(state.buffer) for state in self._open.values())
+        progress.alive()
 
     async def _files(self, work: Callable[[], T]) -> T:
         """Work on files, beside the event loop."""
@@ -335,8 +345,10 @@ class _Listener(ConsumerRebalanceListener):
     """Stops partitions before their first read, and lets go of them at once."""
 
     def __init__(
-        self, consumer: AIOKafkaConsumer, assigned: set[int], opened: dict[int, _Open]
+        self, context: RunContext, consumer: AIOKafkaConsumer, assigned: set[int],
+        opened: dict[int, _Open],
     ) -> None:
+        self._context = context
         self._consumer = consumer
         self._assigned = assigned
         self._opened = opened
@@ -346,6 +358,7 @@ class _Listener(ConsumerRebalanceListener):
         self._opened.clear()
 
     def on_partitions_assigned(self, assigned: Any) -> None:
+        self._context.bus.rejoins.joined(self._context.group, time.monotonic())
         tps = list(assigned)
         if not tps:
             return

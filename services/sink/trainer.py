@@ -199,6 +199,7 @@ class TrainerLeaf:
                 ended = next(b.ended for b in books.books() if b.leaf == self._leaf)
                 await self._told(Finished(leaf=self._leaf, ended=ended))
             told = context.status is Status.FINISHING
+            context.progress.alive()
             context.progress.state = "serving" if self.book.registered else "waiting for a trainer"
             await self._take(await data.more(POLL_S))
             if self._failure is not None:
