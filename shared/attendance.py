@@ -193,6 +193,7 @@ class Attendance:
         context.changed.clear()
         waits = [asyncio.ensure_future(e.wait()) for e in (context.changed, context.draining)]
         try:
+            # waits: for a person; the run shows as blocked
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:

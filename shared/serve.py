@@ -175,11 +175,13 @@ class _Process:
                 asyncio.create_task(beat_event_loop(health, LOOP_STUCK_S)),
                 asyncio.create_task(_report(health, attendance, bus, self._settings)),
             }
+            # waits: for as long as the process serves
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             code = self._failed(done)
             if code == 0:
                 drain = asyncio.create_task(attendance.drain())
                 # Where the broker goes first, nothing of ours can be finished any more.
+                # waits: the drain has a grace of its own
                 done, pending = await asyncio.wait(
                     {drain, *pending}, return_when=asyncio.FIRST_COMPLETED
                 )

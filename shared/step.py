@@ -102,6 +102,7 @@ class Batcher:
             self._flush()
         elif self._timer is None:
             self._timer = loop.call_later(self._wait_s, self._flush)
+        # waits: within the step's deadline
         return await future
 
     def _flush(self) -> None:

@@ -91,6 +91,7 @@ async def _runs(
     guard = asyncio.create_task(_guard(bus, rl, children, trainer, folder))
     followed = asyncio.create_task(follow(bus, list(configs), console))
     try:
+        # waits: until the run is over, or whoever started it has enough
         await asyncio.wait({guard, followed}, return_when=asyncio.FIRST_COMPLETED)
         await (followed if followed.done() else guard)
     finally:

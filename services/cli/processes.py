@@ -75,6 +75,7 @@ class Children:
     async def _keep(self, child: Child) -> None:
         """Start it again when it dies; give up where it says that it can't start."""
         while child.process is not None:
+            # waits: for as long as the child lives
             code = await child.process.wait()
             if code == UNSTARTABLE:
                 if self.failed is not None and not self.failed.done():

@@ -45,6 +45,7 @@ async def serve(options: argparse.Namespace) -> None:
     # In a thread: a first start converts the model, and a signal meanwhile still ends us.
     building = asyncio.ensure_future(asyncio.to_thread(_build, options))
     stopping = asyncio.ensure_future(_stopped(stop, parent))
+    # waits: until the model is loaded or the server told to end
     await asyncio.wait([building, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
         return
@@ -59,6 +60,7 @@ async def serve(options: argparse.Namespace) -> None:
     host, port = sock.getsockname()[:2]
     print(f"engine ready on http://{host}:{port}/v1 model={serving.model}", flush=True)
     try:
+        # waits: for as long as the server serves
         await stopping
     finally:
         await runner.cleanup()

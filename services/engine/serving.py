@@ -123,6 +123,7 @@ class Serving:
         async with self.ticket(
             prompts, sampling, n=n, request_id=request_id, priority=priority
         ) as ticket:
+            # waits: the executor ends every ticket, and a client that leaves cancels
             await ticket.wait()
         if any(s.finish_reason == "error" for s in ticket.sequences):
             raise ApiError(

@@ -67,6 +67,7 @@ class Stream:
                 if ended:
                     del told[sequence]
             if told:
+                # waits: the executor ends every ticket, and a client that leaves cancels
                 await self._ticket.changed.wait()
                 self._ticket.changed.clear()
 

@@ -33,6 +33,7 @@ class Ticket:
     async def wait(self) -> None:
         """Until every sequence has ended."""
         while not self.done:
+            # waits: the executor ends every ticket, and a client that leaves cancels
             await self.changed.wait()
             self.changed.clear()
 
@@ -84,6 +85,7 @@ class Worker:
         """Stops sampling: at once (keep), once all in flight have ended (wait), or by abort."""
         drained = asyncio.get_running_loop().create_future()
         await self.call(lambda: self._pause(mode, drained))
+        # waits: for what is running: at most max_tokens steps each
         await drained
 
     async def resume(self) -> None:
@@ -104,6 +106,7 @@ class Worker:
                 loop.call_soon_threadsafe(_settle, answer, result, None)
 
         self._send(run)
+        # waits: the executor thread answers every call, its end included
         return await answer
 
     def _send(self, command: Callable[[], object]) -> None:

@@ -113,6 +113,7 @@ class Production:
             lot: dict[int, int] = {}
             for n in numbers[start:start + partitions]:
                 lot.setdefault(n % partitions, n)
+            # waits: each send has a deadline
             await asyncio.gather(*(self._issue(books, n) for n in lot.values()))
         self._context.progress.last_progress_s = time.time()
 

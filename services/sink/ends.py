@@ -17,6 +17,7 @@ async def write_ends(context: RunContext, writer: Writer, ends: Iterable[Ended])
     """Each end into its group's ledger partition, acknowledged, and counted. Raises Lost."""
     run, topic, pending = context.run, context.topic("ledger"), list(ends)
     for first in range(0, len(pending), SENDS_AT_ONCE):
+        # waits: each send has a deadline
         await asyncio.gather(*(
             writer.send(topic, end.n % run.partitions, end, key=f"{run.run}/{end.n}")
             for end in pending[first : first + SENDS_AT_ONCE]

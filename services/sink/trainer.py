@@ -104,6 +104,7 @@ class TrainerLeaf:
             follower = asyncio.create_task(self._follow(control))
             worker = asyncio.create_task(self._take_over_and_read(data, serve))
             try:
+                # waits: for as long as the role is ours and the run goes on
                 await asyncio.wait({follower, worker}, return_when=asyncio.FIRST_COMPLETED)
                 for task in (follower, worker):
                     if task.done():
@@ -111,7 +112,7 @@ class TrainerLeaf:
             finally:
                 for task in (follower, worker):
                     task.cancel()
-                await asyncio.gather(follower, worker, return_exceptions=True)
+                await asyncio.wait({follower, worker}, timeout=POLL_S + CONTROL_TIMEOUT_S)
 
     async def _take_over_and_read(
         self, data: LogReader, serve: Callable[[], Awaitable[None]]
@@ -205,6 +206,7 @@ class TrainerLeaf:
             if self._failure is not None:
                 raise self._failure
             if context.status is Status.STOPPED:
+                # waits: whoever holds it waits for writes that have deadlines
                 async with self.lock:
                     await self._cancel_all()
             elif self.offered_all:

@@ -111,6 +111,7 @@ class TrainerApi:
             raise _invalid([("batch_size", f"{registration.batch_size} samples, but the run hands "
                              f"out {expected}: register with {expected} or start the run with "
                              f"batch_size {registration.batch_size}")])
+        # waits: whoever holds it waits for writes that have deadlines
         async with self._leaf.lock:
             await self._leaf.register(registration.starting_step)
         self._registration = registration
@@ -130,6 +131,7 @@ class TrainerApi:
 
     async def _policy_version(self, request: web.Request) -> web.Response:
         version = (await _body(request, _Version)).version
+        # waits: whoever holds it waits for writes that have deadlines
         async with self._leaf.lock:
             await self._leaf.announce(version)
         return _json({"version": version})
@@ -141,6 +143,7 @@ class TrainerApi:
             return _json({"status": "error", "message": "Trainer not registered", "batch": []})
         self._asked = True
         ack = _ack(request)
+        # waits: whoever holds it waits for writes that have deadlines
         async with self._leaf.lock:
             batch = await self._to_hand_out(ack)
             if batch is None:
@@ -172,6 +175,7 @@ class TrainerApi:
     async def _acknowledge(self, request: web.Request) -> web.Response:
         """For a trainer that stops: acknowledge without asking for another batch."""
         given = await _body(request, _Ack)
+        # waits: whoever holds it waits for writes that have deadlines
         async with self._leaf.lock:
             await self._acknowledge_named(given.batch_id)
         return _json({"batch_id": given.batch_id})

@@ -114,7 +114,7 @@ async def follow(bus: Bus, configs: list[RunConfig], console: Console) -> list[F
     try:
         await _show(followers, tasks, console)
         for task in tasks:
-            await task
+            await task  # waits: for the run, as long as somebody wants to see it
     finally:
         for task in tasks:
             task.cancel()

@@ -35,12 +35,15 @@ class TokenBudget:
     async def take(self, tokens: int) -> int:
         """Wait for room; returns what to give back."""
         taken = min(tokens, self._limit)
+        # waits: within the step's deadline
         async with self._changed:
+            # waits: within the step's deadline
             await self._changed.wait_for(lambda: self._used + taken <= self._limit)
             self._used += taken
         return taken
 
     async def give_back(self, taken: int) -> None:
+        # waits: within the step's deadline
         async with self._changed:
             self._used -= taken
             self._changed.notify_all()
@@ -62,6 +65,7 @@ class Distil:
         sequences = [q for sample in group.samples for q in sample.sequences]
         if k == SKIP or not sequences:
             return distilled
+        # waits: within the step's deadline
         answers = await asyncio.gather(
             *(self._ask(q, k, f"{group.run}/{group.n}") for q in sequences),
             return_exceptions=True,

@@ -140,6 +140,7 @@ def _strict(func: Callable[..., Any], weight: float, *, group: bool) -> Callable
 
     async def awaited(record: Record, awaitable: Any) -> Any:
         try:
+            # waits: the process that runs it is killed at the deadline
             value = await awaitable
         except Exception as error:
             _fail(record, source, weight, error)

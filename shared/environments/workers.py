@@ -82,6 +82,7 @@ class ScoringPool:
         The deadline counts from when a worker has the environment loaded; loading has its own.
         Raises ScoringTimeout, WorkerDied, FingerprintMismatch, EnvironmentUnusable.
         """
+        # waits: a worker is back at its own deadline, killed or not
         worker = await self._idle.get()
         try:
             await self._load(worker, ref)
@@ -98,6 +99,7 @@ class ScoringPool:
 
         Raises EnvironmentUnusable, FingerprintMismatch, ScoringTimeout, WorkerDied.
         """
+        # waits: a worker is back at its own deadline, killed or not
         worker = await self._idle.get()
         try:
             return await self._load(worker, ref)
@@ -107,6 +109,7 @@ class ScoringPool:
     async def close(self) -> None:
         """End all workers, those in the middle of a group too, within a few seconds."""
         self._closed = True
+        # waits: a worker that does not end is killed
         await asyncio.gather(*(worker.end() for worker in self._workers))
 
     async def _load(self, worker: _Worker, ref: EnvRef) -> str:
@@ -178,7 +181,8 @@ class _Worker:
             await asyncio.wait_for(process.wait(), within_s)
             return
         _kill_group(process.pid)
-        await process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), within_s)
 
 
 def _kill_group(pid: int) -> None:
