@@ -69,6 +69,8 @@ class Hint(msgspec.Struct, frozen=True, array_like=True):
     """Offsets below may still be worked on by the member that lost the partition."""
     log_id: str = ""
     """Which life of the topics the commit speaks of: a commit outlives a topic that is remade."""
+    read_to: int = 0
+    """Where the next record is read from: what lies between this and the commit is at work."""
 
 
 def encode_hint(hint: Hint) -> str:
@@ -76,7 +78,7 @@ def encode_hint(hint: Hint) -> str:
     text = _text(hint)
     if len(text) <= MAX_HINT_CHARACTERS:
         return text
-    return _text(Hint(dispatched_to=hint.dispatched_to, log_id=hint.log_id))
+    return _text(msgspec.structs.replace(hint, out_position=0, seen=SeenState()))
 
 
 def _text(hint: Hint) -> str:

@@ -56,7 +56,7 @@ class Partition:
         self._acknowledged: set[int] = set()
         """Own output above a gap: somebody else wrote there too, and we have not read it."""
         self._dispatched_to = hint.dispatched_to
-        self._last_commit: tuple[int, int] | None = None
+        self._last_commit: tuple[int, int, int] | None = None
 
     @property
     def out_position(self) -> int:
@@ -162,7 +162,7 @@ class Partition:
 
         Only a revoke says how far work was dispatched: after a kill it is dispatched at once.
         """
-        mark = (self._frontier.position, self._out_position)
+        mark = (self._frontier.position, self._frontier.next_offset, self._out_position)
         if mark == self._last_commit and not revoked:
             return None
         self._last_commit = mark
@@ -171,9 +171,11 @@ class Partition:
             dispatched_to = max(
                 self._dispatched_to, self._frontier.next_offset if self._in_flight else 0
             )
-        return Commit(
-            self._frontier.position, Hint(self._out_position, self.seen.state(), dispatched_to)
+        hint = Hint(
+            self._out_position, self.seen.state(), dispatched_to,
+            read_to=self._frontier.next_offset,
         )
+        return Commit(self._frontier.position, hint)
 
     def commit_failed(self) -> None:
         """The last commit did not arrive: offer it again."""

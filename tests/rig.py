@@ -79,6 +79,20 @@ class Rig:
         await self.children.start(child)
         return child
 
+    async def kill(self, child: Child) -> None:
+        """kill -9, and it stays down."""
+        child.wanted = False
+        assert child.process is not None
+        child.process.kill()
+        await asyncio.wait_for(child.process.wait(), 10)
+
+    async def filled(self, config: RunConfig, kind: str, records: int) -> None:
+        """Wait until one of the run's topics has got so many records."""
+        deadline_s = time.monotonic() + 90
+        while await self.written(config, kind) < records:
+            assert time.monotonic() < deadline_s, f"{kind} was not filled\n{self.logs()}"
+            await asyncio.sleep(0.3)
+
     async def services(self, *names: str) -> dict[str, Child]:
         """Start these, or all five."""
         return {name: await self.service(name) for name in names or SERVICES}

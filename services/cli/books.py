@@ -1,9 +1,16 @@
-"""rollstream ledger RUN: a run's books, per leaf; exit code 1 where they do not balance."""
+"""rollstream ledger RUN: a run's books per leaf, where everything in flight is, and what is stuck.
+
+    sft-1/dataset: issued 60 = delivered 41 + dropped 0 + parked 0 + in flight 19  [balanced]
+
+Exit code 1 where the books do not balance or a sample is found nowhere.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
+import msgspec
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Bus, Lost
@@ -11,35 +18,97 @@ from rollstream.shared.config import ConfigError, Parser, parse_flags
 from rollstream.shared.ledger import LeafBooks
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.runs import RunConfig
+from rollstream.shared.whereabouts import Place, State, table
 
+from .audit import Audit, audit, stuck
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
 from .propose import known_runs
 
 READ_S = 300.0
+COLUMNS = (State.ISSUED, State.QUEUED, State.RUNNING, State.WAITING, State.OPEN, State.BUFFERED)
+MOST_LINES = 50
 
 
 def main(command: str, argv: list[str]) -> int:
-    """Print the books of a run; 0 balanced, 1 not, 2 can't tell."""
-    parser = Parser(prog="rollstream ledger", description=__doc__)
+    """Print it; 0 all is well, 1 not, 2 can't tell."""
+    parser = Parser(
+        prog="rollstream ledger", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("RUN")
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
     add_reach_flags(parser)
 
-    async def work(name: str, reach: Reach) -> int:
+    async def work(name: str, reach: Reach, *, as_json: bool) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
         found = (await known_runs(bus, reach.prefix)).runs.get(name)
         if found is None or found.config is None:
             raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
-        books = (await read_ledger(bus, found.config, READ_S)).books()
-        print("\n".join(line(leaf) for leaf in books))
-        return 0 if all(leaf.balanced for leaf in books) else 1
+        seen = await audit(bus, found.config)
+        print(_json(found.config, seen) if as_json else "\n".join(report(found.config, seen)))
+        return 0 if _well(seen) else 1
 
     try:
         given = parse_flags(parser, argv)
         reach = load_reach(given)
-        return run_async(lambda: work(given["RUN"], reach))
-    except (ConfigError, Lost, KafkaError) as error:
+        return run_async(lambda: work(given["RUN"], reach, as_json=given["json"]))
+    except (ConfigError, Lost, KafkaError, TimeoutError) as error:
         print(f"rollstream ledger: {error}", file=sys.stderr)
         return 2
+
+
+def _well(seen: Audit) -> bool:
+    lost = any(p.state is State.NOWHERE for places in seen.places.values() for p in places)
+    return not lost and all(leaf.balanced for leaf in seen.books)
+
+
+def report(run: RunConfig, seen: Audit) -> list[str]:
+    """Books, a table a leaf, then what is stuck, then alarms."""
+    told: list[str] = []
+    for leaf in seen.books:
+        told.append(line(leaf))
+        places = seen.places[leaf.leaf]
+        if not places:
+            continue
+        told.append(f"  {'samples at':<20}" + "".join(f"{state:>9}" for state in COLUMNS)
+                    + f"{'oldest':>9}")
+        for row in table(places, seen.stages[leaf.leaf], seen.at_s):
+            counts = "".join(f"{row.counts[state] or '.':>9}" for state in COLUMNS)
+            oldest = f"{row.oldest_s:>7.0f} s" if any(row.counts.values()) else f"{'.':>9}"
+            told.append(f"  {row.stage:<20}{counts}{oldest}{_attended(seen, row.stage)}")
+        late = [
+            f"  stuck: sample {p.n}/{p.i} is {p.state} at {p.stage} for {seen.at_s - p.since_s:.0f}"
+            f" s, longer than {limit:.0f} s{_attended(seen, p.stage)}"
+            for p, limit in stuck(run, seen, leaf.leaf)
+        ]
+        told += _cut(late)
+        told += _cut([_alarm(place) for place in places if place.state is State.NOWHERE])
+    return told
+
+
+def _attended(seen: Audit, stage: str) -> str:
+    return "  (no process attends it)" if seen.members.get(stage) == 0 else ""
+
+
+def _alarm(place: Place) -> str:
+    return f"  ALARM: sample {place.n}/{place.i} is found nowhere: {place.why}"
+
+
+def _cut(lines: list[str]) -> list[str]:
+    more = len(lines) - MOST_LINES
+    return [*lines[:MOST_LINES], f"  ... and {more} more"] if more > 0 else lines
+
+
+def _json(run: RunConfig, seen: Audit) -> str:
+    leaves = {
+        books.leaf: {
+            **books._asdict(), "balanced": books.balanced,
+            "places": [place._asdict() for place in seen.places[books.leaf]],
+            "stuck": [place._asdict() for place, _ in stuck(run, seen, books.leaf)],
+        }
+        for books in seen.books
+    }
+    return msgspec.json.encode({"run": run.run, "leaves": leaves, "members": seen.members}).decode()
 
 
 def line(books: LeafBooks) -> str:

@@ -58,10 +58,7 @@ async def test_what_was_deleted_before_it_was_read_is_dropped(
         started = await made.services(*names)
         config = await made.run("sft", "short", epochs=1, total_groups=None, group_size=K,
                                 env_args={"num_train": GROUPS}, max_in_flight=GROUPS * K)
-        victim = started[stage]
-        victim.wanted = False
-        assert victim.process is not None
-        victim.process.kill()
+        await made.kill(started[stage])
         topic = f"{prefix}.short.sft.{INPUT[stage]}"
         per_group = 1 if stage == "sink" else K
         before = await filled(made, config, topic, GROUPS * per_group)
