@@ -117,10 +117,12 @@ def without_bodies(record: Rollout | Group, failure: Failure) -> Rollout | Group
     """What is left of an output that no topic takes: an errored rollout, a dropped group."""
     if isinstance(record, Rollout):
         return msgspec.structs.replace(
-            record, stop=Stop.ERROR, error=failure, sequences=[], completion=[], state={}
+            record, stop=Stop.ERROR, error=failure, sequences=[], completion=[], state={},
+            row=Row(prompt=[]),
         )
     return msgspec.structs.replace(
-        record, kind=Kind.DROPPED, reason=failure.type, detail=failure.message, samples=[]
+        record, kind=Kind.DROPPED, reason=failure.type, detail=failure.message, samples=[],
+        row=Row(prompt=[]),
     )
 
 

@@ -149,6 +149,14 @@ class Row(msgspec.Struct):
         return ""
 
 
+class BlobRef(msgspec.Struct, frozen=True):
+    """Where the bodies of a record lie that were too big for its topic (`shared/blobs.py`)."""
+
+    uri: str
+    sha256: str
+    size_bytes: int
+
+
 class Prompt(msgspec.Struct, tag="prompt", kw_only=True):
     """One sample to be generated."""
 
@@ -166,6 +174,10 @@ class Prompt(msgspec.Struct, tag="prompt", kw_only=True):
     """Request seed: a hash of the run's seed and (n, i), the same on every attempt."""
     group_overrides: dict[str, Any] = {}
     issued_version: int = 0
+    bodies: BlobRef | None = None
+    """Row, left out."""
+    failure: Failure | None = None
+    """Why it can't be generated at all: its Rollout ends in this error."""
 
 
 class Rollout(msgspec.Struct, tag="rollout", kw_only=True):
@@ -198,6 +210,8 @@ class Rollout(msgspec.Struct, tag="rollout", kw_only=True):
     endpoint: str = ""
     attempts: int = 1
     duration_s: float = 0.0
+    bodies: BlobRef | None = None
+    """Row, completion, sequences and state, left out."""
 
 
 class RewardPart(msgspec.Struct, frozen=True):
@@ -250,6 +264,8 @@ class Group(msgspec.Struct, kw_only=True):
     """How often the group was put back from the dead letters: a later try counts over a park."""
     samples: list[Sample] = []
     model: str = ""
+    bodies: BlobRef | None = None
+    """Row and samples, left out."""
 
     @property
     def oldest_version(self) -> int | None:

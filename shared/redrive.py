@@ -102,18 +102,26 @@ class NotRedrivable(ValueError):
     """The letter's inputs give no group; the message says why."""
 
 
-def group_record(letter: DeadLetter, inputs: Iterable[Input]) -> Group:
-    """The one record that puts the letter's group back. Raises NotRedrivable."""
-    rollouts: list[Rollout] = []
+def records_in(inputs: Iterable[Input]) -> list[Rollout | Group]:
+    """The letter's inputs as records. Raises NotRedrivable."""
+    records: list[Rollout | Group] = []
     for one in inputs:
         try:
             body = decode(one.value, list(one.headers))
         except Undecodable as error:
             raise NotRedrivable(f"the record at {one.offset} can't be read: {error}") from error
-        if isinstance(body, Group):
-            return msgspec.structs.replace(body, redrives=letter.redrives + 1)
-        if isinstance(body, Rollout):
-            rollouts.append(body)
+        if isinstance(body, Rollout | Group):
+            records.append(body)
+    return records
+
+
+def group_record(letter: DeadLetter, records: Iterable[Rollout | Group]) -> Group:
+    """The one record that puts the letter's group back. Raises NotRedrivable."""
+    rollouts: list[Rollout] = []
+    for record in records:
+        if isinstance(record, Group):
+            return msgspec.structs.replace(record, redrives=letter.redrives + 1)
+        rollouts.append(record)
     if not rollouts:
         raise NotRedrivable("it holds no rollout and no group")
     return msgspec.structs.replace(

@@ -103,6 +103,17 @@ class Deadlines(msgspec.Struct, frozen=True):
         return int(2000 * (max(self.sample_s, self.teacher_s, self.group_s) + self.outage_s))
 
 
+class BlobSettings(msgspec.Struct, frozen=True):
+    """Where what is too big for a topic goes; no secret: credentials are each process's own."""
+
+    uri: Annotated[
+        str, Meta(description="file:///folder, s3://bucket, gs://bucket/path; none: it is dropped")
+    ] = ""
+    above_bytes: Annotated[
+        int, Meta(ge=1, le=4_000_000, description="records with more encoded bytes leave bodies")
+    ] = 900_000
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the services need to know about a run; no secret ever."""
 
@@ -138,6 +149,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Teacher = Teacher()
     sink: SinkSettings = SinkSettings()
     deadlines: Deadlines = Deadlines()
+    blobs: BlobSettings = BlobSettings()
     include_messages: bool = False
     send_advantages: bool = False
     restored: list[tuple[int, int]] = []

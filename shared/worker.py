@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
+from rollstream.shared.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnreachable
 from rollstream.shared.bus import TooLarge, Writer
 from rollstream.shared.codec import Format
 from rollstream.shared.dead_letters import (
@@ -36,7 +37,7 @@ from rollstream.shared.records import (
 )
 from rollstream.shared.runs import Status
 from rollstream.shared.service import RunContext
-from rollstream.shared.step import Batcher, Each, Step, perform
+from rollstream.shared.step import Batcher, Blocked, Each, Step, perform
 from rollstream.shared.telemetry import log_record, process_span
 
 
@@ -61,6 +62,7 @@ class Worker:
         self._call: Each = step.each or step.group or Batcher(step)
         self._failures = FailureRun()
         self._out_topic = context.topic(context.route.output or "")
+        self._blobs = Blobs(context.run)
         self._format: Format = "msgpack" if produces is Distilled else "json"
         self._metrics = Metrics(context.run.pipeline, context.route.instance)
         self._log = structlog.get_logger().bind(
@@ -105,10 +107,13 @@ class Worker:
         return Ended(offset, parked)
 
     async def _send(self, work: Work, record: Rollout | Group) -> int:
-        return await self._writer.send(
-            self._out_topic, work.partition, record, key=f"{record.run}/{record.n}",
-            format=self._format,
-        )
+        try:
+            return await self._blobs.send(
+                self._writer, self._out_topic, work.partition, record,
+                key=f"{record.run}/{record.n}", format=self._format,
+            )
+        except StoreUnreachable as error:
+            raise Blocked(str(error)) from error
 
     def _count(self, record: Rollout | Group, seconds: float) -> None:
         metrics = self._metrics
@@ -125,11 +130,13 @@ class Worker:
                 metrics.reward(record.env.id, sample.reward)
 
     async def _record(self, work: Work) -> Rollout | Group:
+        missing = await self._fetch_bodies(work)
         given = group_of(work.given) if isinstance(work.given, list) else work.given
         if isinstance(given, Prompt) and self._context.status is Status.STOPPED:
             failure = Failure("cancelled", "the run was stopped")
             return failed_rollout(given, work.inputs[0].offset, failure, Stop.CANCELLED)
-        output = await perform(self._call, given, self._step)
+        missing = missing or (given.failure if isinstance(given, Prompt) else None)
+        output = missing or await perform(self._call, given, self._step)
         if not isinstance(output, Failure):
             self._failures.success()
             if not isinstance(output, self._produces) or not isinstance(output, Rollout | Group):
@@ -143,6 +150,22 @@ class Worker:
             return failed_rollout(given, work.inputs[0].offset, output, stop)
         await self._dead_letter(work, output)
         return parked_group(self._produces, given, output)
+
+    async def _fetch_bodies(self, work: Work) -> Failure | None:
+        """Bring back what the input left in the object store; the failure of what is not there.
+
+        Raises Blocked where the store can't be asked: nothing is known then, and nothing is lost.
+        """
+        try:
+            for record in work.given if isinstance(work.given, list) else [work.given]:
+                await self._blobs.fill(record)
+        except StoreUnreachable as error:
+            raise Blocked(str(error)) from error
+        except BlobMissing as error:
+            return Failure("blob_missing", str(error))
+        except BlobCorrupt as error:
+            return Failure("blob_corrupt", str(error))
+        return None
 
     async def _dead_letter(self, work: Work, failure: Failure) -> None:
         """Keep the input's bytes, acknowledged before anything is said downstream.

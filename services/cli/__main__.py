@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("rollstream.services.cli.runs", "list, show, pause, resume, stop or remove runs"),
     "ledger": ("rollstream.services.cli.books", "a run's books: issued = delivered + ..."),
     "dlq": ("rollstream.services.cli.dlq", "a run's dead letters: list, show, redrive"),
+    "blobs": ("rollstream.services.cli.blobs", "what of a run's records lies in its object store"),
     "routes": ("rollstream.services.cli.show_routes", "the routing table as a diagram"),
 }
 

@@ -22,13 +22,20 @@ from rollstream.shared.brokers.broker import free_port
 from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.config import ConfigError, Parser
 from rollstream.shared.ledger_reader import read_ledger
-from rollstream.shared.runs import RunConfig, Sampling, SinkSettings, Status, Teacher
+from rollstream.shared.runs import (
+    BlobSettings,
+    RunConfig,
+    Sampling,
+    SinkSettings,
+    Status,
+    Teacher,
+)
 
 from .books import READ_S, line
 from .connect import open_bus
 from .processes import CannotStart, Children
 from .propose import Refused, known_runs, propose, read_registry
-from .run_settings import RunSettings, to_config
+from .run_settings import RunSettings, local_blobs, to_config
 from .up import Stack, add_flags, run_stack
 
 ENVIRONMENT = "two_digit_addition"
@@ -147,6 +154,7 @@ def _configs(
     common = RunSettings(
         env=ENVIRONMENT, endpoint="default", model=stack.model, partitions=stack.partitions,
         sampling=Sampling(max_tokens=14), group_size=8, include_messages=True,
+        blobs=local_blobs(BlobSettings(), folder),
     )
 
     def config(pipeline: str, **fields: object) -> RunConfig:

@@ -19,6 +19,7 @@ import msgspec
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
+from rollstream.shared.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnreachable
 from rollstream.shared.bus import Bus, Lost, TooLarge, Writer, start, stop
 from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.config import ConfigError, Parser, parse_flags
@@ -32,6 +33,7 @@ from rollstream.shared.redrive import (
     NotRedrivable,
     State,
     group_record,
+    records_in,
     states,
 )
 from rollstream.shared.refetch import record_at
@@ -70,7 +72,7 @@ def main(command: str, argv: list[str]) -> int:
         reach, wanted = load_reach(given), _filter(given)
         rate = _number("--rate", given["rate"])
         return run_async(lambda: _work(given, reach, wanted, rate))
-    except (ConfigError, Lost, KafkaError, TimeoutError) as error:
+    except (ConfigError, Lost, KafkaError, StoreUnreachable, TimeoutError) as error:
         print(f"rollstream dlq: {error}", file=sys.stderr)
         return 2
 
@@ -244,11 +246,18 @@ async def _redrive(
 async def _put_back(
     writer: Writer, config: RunConfig, found: Letter, inputs: list[Input]
 ) -> None:
-    letter = found.letter
-    group = group_record(letter, inputs)
+    letter, blobs = found.letter, Blobs(config)
+    records = records_in(inputs)
+    try:
+        for record in records:
+            await blobs.fill(record)
+    except (BlobMissing, BlobCorrupt) as error:
+        raise NotRedrivable(f"{error}: restore it first") from error
+    group = group_record(letter, records)
     key = f"{config.run}/{letter.n}"
-    await writer.send(
-        letter.topic, letter.partition, group, key=key, headers=[(TO, letter.stage.encode())]
+    await blobs.send(
+        writer, letter.topic, letter.partition, group, key=key,
+        headers=[(TO, letter.stage.encode())],
     )
     redriven = Redriven(
         n=letter.n, redrives=group.redrives, leaves=leaves_after(config.stages, letter.stage)

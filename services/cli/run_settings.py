@@ -11,10 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from rollstream.shared import routes
+from rollstream.shared.blobs import open_store
 from rollstream.shared.brokers.connection import Security
 from rollstream.shared.config import ConfigError, resolve, section, settings_of
 from rollstream.shared.inference.endpoints import normalise
 from rollstream.shared.runs import (
+    BlobSettings,
     Deadlines,
     EnvironmentSource,
     Filters,
@@ -75,6 +77,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Teacher = Teacher()
     sink: SinkSettings = SinkSettings()
     deadlines: Deadlines = Deadlines()
+    blobs: BlobSettings = BlobSettings()
     partitions: (
         Annotated[int, Meta(ge=1, le=1000, description="of each topic [12; embedded 4]")] | None
     ) = None
@@ -145,6 +148,8 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
         ))
     if not sources:
         raise ConfigError("--env", "(not given)", "give an environment id, or --dataset FILE")
+    if settings.blobs.uri:
+        open_store(settings.blobs.uri)
     if not settings.model:
         raise ConfigError("--model", "(not given)", "give the model's name as the server lists it")
     for flag, endpoint in (
@@ -190,6 +195,12 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
         group_size=group_size, partitions=settings.partitions or DEFAULT_PARTITIONS,
         log_id=new_log_id(), created_s=time.time(),
     )
+
+
+def local_blobs(given: BlobSettings, folder: Path) -> BlobSettings:
+    """Where everything runs on this machine a folder of it will do, unless a store was given."""
+    uri = given.uri or (folder / "blobs").absolute().as_uri()
+    return msgspec.structs.replace(given, uri=uri)
 
 
 def _absolute(source: EnvironmentSource) -> EnvironmentSource:

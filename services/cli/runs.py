@@ -7,11 +7,13 @@ import sys
 import msgspec
 from aiokafka.errors import KafkaError
 
+from rollstream.shared.blobs import StoreUnreachable
 from rollstream.shared.bus import Bus, Lost, start, stop
 from rollstream.shared.config import ConfigError, Parser, parse_flags
 from rollstream.shared.runs import Run, Status, config_key, state_key
 from rollstream.shared.topics import TopicError, delete, runs_topic
 
+from .blobs import remove_all
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
 from .propose import known_runs, set_status
 
@@ -43,7 +45,7 @@ def main(command: str, argv: list[str]) -> int:
         given = parse_flags(parser, argv)
         reach = load_reach(given)
         return run_async(lambda: work(given["action"], given["RUN"], reach))
-    except (ConfigError, Lost, KafkaError, TopicError) as error:
+    except (ConfigError, Lost, KafkaError, TopicError, StoreUnreachable) as error:
         print(f"rollstream runs: {error}", file=sys.stderr)
         return 2
 
@@ -79,6 +81,8 @@ async def _remove(bus: Bus, prefix: str, run: Run) -> None:
         for key in (state_key(run.id), config_key(run.id)):
             await writer.send_bytes(runs_topic(prefix), 0, key, None)
         await delete(admin, prefix, run.id)
+        if run.config is not None:
+            await remove_all(run.config)
     finally:
         await stop(admin)
         await writer.close()

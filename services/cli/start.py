@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import msgspec
 from aiokafka.errors import KafkaError
@@ -26,7 +27,7 @@ from rollstream.shared.topics import TopicError
 from .books import summary
 from .connect import find_brokers, open_bus, run_async, running_up
 from .propose import Refused, propose
-from .run_settings import RunSettings, load_run_settings, to_config
+from .run_settings import RunSettings, load_run_settings, local_blobs, to_config
 
 
 def main(command: str, argv: list[str]) -> int:
@@ -57,7 +58,7 @@ def main(command: str, argv: list[str]) -> int:
         if up is not None and settings.brokers in ("", up.brokers):
             settings = msgspec.structs.replace(
                 settings, partitions=settings.partitions or up.partitions,
-                model=settings.model or up.model,
+                model=settings.model or up.model, blobs=local_blobs(settings.blobs, Path("runs")),
             )
         config = to_config(command, settings, routes.load(table.get("route", ())))
         if given["print_config"]:

@@ -13,18 +13,20 @@ from typing import Any
 import msgspec
 import structlog
 
+from rollstream.shared.blobs import Blobs, StoreUnreachable
 from rollstream.shared.brokers.room import BrokerRoom
-from rollstream.shared.bus import Lost, Writer
+from rollstream.shared.bus import Lost, TooLarge, Writer
 from rollstream.shared.codec import Undecodable, decode, header_int
 from rollstream.shared.control import Finished, PolicyVersion
 from rollstream.shared.ledger import Ledger
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.output_tail import last_records
-from rollstream.shared.records import Issued, Prompt
+from rollstream.shared.records import Failure, Issued, Prompt, Row
 from rollstream.shared.role import Active
 from rollstream.shared.runs import RunState, Status, state_key
 from rollstream.shared.service import RunContext
+from rollstream.shared.step import Blocked
 from rollstream.shared.topics import runs_topic
 
 from .admission import over, room, standing
@@ -49,6 +51,7 @@ class Production:
         self._context = context
         self._sources = sources
         self._broker = broker
+        self._blobs = Blobs(run)
         self._writer: Writer = active.writer
         self._active = active
         self._plan = Plan(
@@ -145,10 +148,22 @@ class Production:
                 seed=request_seed(run.seed, n, i), issued_version=self._version,
                 group_overrides=overrides if isinstance(overrides, dict) else {},
             )
-            await self._writer.send(
-                self._context.topic(self._context.route.output or ""), n % run.partitions, prompt,
-                key=f"{run.run}/{n}",
+            await self._send(prompt)
+
+    async def _send(self, prompt: Prompt) -> None:
+        """A row that no topic takes goes on without its content: its sample ends as too_large."""
+        topic = self._context.topic(self._context.route.output or "")
+        partition, key = prompt.n % self._context.run.partitions, f"{prompt.run}/{prompt.n}"
+        try:
+            await self._blobs.send(self._writer, topic, partition, prompt, key=key)
+        except StoreUnreachable as error:
+            raise Blocked(str(error)) from error
+        except TooLarge as error:
+            reason = f"{error}; give the run a store (--blobs.uri)"
+            slot = msgspec.structs.replace(
+                prompt, row=Row(prompt=[]), failure=Failure("too_large", reason)
             )
+            await self._writer.send(topic, partition, slot, key=key)
 
     async def _restore(self, books: Ledger) -> None:
         """Groups that ended in an earlier log of the run exist again, without any prompt."""

@@ -76,12 +76,12 @@ class Decider:
         self.seen.add_group(n)
         return Decision(n, Outcome.DROPPED, UNDECODABLE)
 
-    def decide_lost(self, n: int) -> Decision | None:
-        """A group whose record was deleted before it was read."""
-        if self.knows(n):
+    def decide_lost(self, n: int, reason: str = RETENTION) -> Decision | None:
+        """A group whose record, or what it refers to, was deleted before it was read."""
+        if self.ended(n):
             return None
         self.seen.add_group(n)
-        return Decision(n, Outcome.DROPPED, RETENTION)
+        return Decision(n, Outcome.DROPPED, reason)
 
     def ended(self, n: int) -> bool:
         """Whether the group has ended here: nothing changes that."""

@@ -107,7 +107,7 @@ class FileLeaf:
         self._kept = {p: _Kept(self._partitions) for p in range(self._partitions)}
         self._restored: dict[int, Line] = {}
         self._open: dict[int, _Open] = {}
-        self._intake = Intake(self._topic, context.progress)
+        self._intake = Intake(context.run, self._topic, context.progress)
 
     # -- owning partitions ---------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class FileLeaf:
                         opened, _ = set(assigned), assigned.clear()
                         await self._take_over(consumer, opened, writer, ledger)
                     for record in await self._next(consumer):
-                        self._take(record)
+                        await self._take(record)
                     await self._flush_due(writer, consumer)
                 await self._flush_all(writer, consumer)
                 await self._end(writer, ledger)
@@ -145,12 +145,12 @@ class FileLeaf:
                 reader.position = {p: self._open[p].position for p in partitions}
                 async for records in reader.to_end(READ_TIMEOUT_S):
                     for record in records:
-                        self._take(record)
+                        await self._take(record)
                     await self._flush_due(writer)
                 while not self._over:
                     self._report()
                     for record in await reader.more(POLL_S):
-                        self._take(record)
+                        await self._take(record)
                     await self._flush_due(writer)
                 await self._flush_all(writer)
                 await self._end(writer, ledger)
@@ -287,11 +287,12 @@ class FileLeaf:
             kept.end = part.header.end
         return found
 
-    def _take(self, record: ConsumerRecord) -> None:
+    async def _take(self, record: ConsumerRecord) -> None:
         state = self._open.get(record.partition)
         if state is None or record.offset < state.position:
             return
-        state.take(record, self._intake.decide(state.decider, record), time.monotonic())
+        decision = await self._intake.decide(state.decider, record)
+        state.take(record, decision, time.monotonic())
         self._context.progress.open_groups = sum(len(o.buffer) for o in self._open.values())
 
     # -- part, ledger, commit ------------------------------------------------------------------

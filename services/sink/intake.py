@@ -6,9 +6,11 @@ import structlog
 from aiokafka import ConsumerRecord
 
 from rollstream.services.sink.decide import Decider, Decision
+from rollstream.shared.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnreachable
 from rollstream.shared.bus import Lost
-from rollstream.shared.codec import Undecodable, decode
+from rollstream.shared.codec import Undecodable, decode, header_int
 from rollstream.shared.records import Group
+from rollstream.shared.runs import RunConfig
 from rollstream.shared.service import Progress
 
 MAX_UNDECODABLE_IN_A_ROW = 3
@@ -19,17 +21,23 @@ log = structlog.get_logger("rollstream.sink")
 class Intake:
     """Reads group records for the deciders of all partitions of one leaf."""
 
-    def __init__(self, topic: str, progress: Progress) -> None:
+    def __init__(self, run: RunConfig, topic: str, progress: Progress) -> None:
         self._topic = topic
         self._progress = progress
+        self._blobs = Blobs(run)
         self._undecodable_in_a_row = 0
 
-    def decide(self, decider: Decider, record: ConsumerRecord) -> Decision | None:
+    async def decide(self, decider: Decider, record: ConsumerRecord) -> Decision | None:
         """The decision that a record brings, None where it brings none.
 
-        Raises Lost after too many unreadable records in a row: a bad deploy must not drop a topic.
+        A group whose bodies are gone from the object store is dropped, loudly. Raises Lost where
+        the store can't be asked, and after too many unreadable records in a row: a bad deploy must
+        not drop a topic.
         """
         headers = list(record.headers)
+        n = header_int(headers, "rs-group")
+        if n is not None and decider.ended(n):
+            return None  # not worth decoding
         try:
             group = decode(record.value, headers)
         except Undecodable as error:
@@ -42,4 +50,14 @@ class Intake:
                            f"records in a row can't be read ({error})") from error
             return decider.decide_undecodable(headers)
         self._undecodable_in_a_row = 0
-        return decider.decide(group) if isinstance(group, Group) else None
+        if not isinstance(group, Group):
+            return None
+        try:
+            await self._blobs.fill(group)
+        except StoreUnreachable as error:
+            raise Lost(str(error)) from error
+        except (BlobMissing, BlobCorrupt) as error:
+            log.error("a group's bodies are gone", n=group.n, error=str(error))
+            reason = "blob_missing" if isinstance(error, BlobMissing) else "blob_corrupt"
+            return decider.decide_lost(group.n, reason)
+        return decider.decide(group)

@@ -24,7 +24,7 @@ from rollstream.services.sink.ends import write_ends
 from rollstream.services.sink.intake import Intake
 from rollstream.services.sink.trajectories import is_trainable
 from rollstream.shared.bus import Lost
-from rollstream.shared.codec import Undecodable, decode, header_int
+from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.control import Acked, Finished, Offered, PolicyVersion
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.log_reader import LogReader
@@ -85,7 +85,7 @@ class TrainerLeaf:
         self._ends: list[Ended] = []
         self._control_position = 0
         self._control_moved = asyncio.Event()
-        self._intake = Intake(self._topic, context.progress)
+        self._intake = Intake(run, self._topic, context.progress)
         self._file = Path(run.sink.out) / "batches.jsonl" if run.sink.out else None
 
     # -- taking over ---------------------------------------------------------------------------
@@ -215,10 +215,7 @@ class TrainerLeaf:
     async def _take(self, records: list[ConsumerRecord]) -> None:
         for record in records:
             decider = self._deciders[record.partition]
-            n = header_int(list(record.headers), "rs-group")
-            if n is not None and decider.ended(n):
-                continue  # ended, or waiting here: not worth decoding
-            decision = self._intake.decide(decider, record)
+            decision = await self._intake.decide(decider, record)
             if decision is None:
                 continue
             if decision.outcome is Outcome.DELIVERED and decision.group is not None:

@@ -10,7 +10,7 @@ import pytest
 from making import run
 
 from rollstream.shared.bus import Bus, TooLarge
-from rollstream.shared.codec import encode
+from rollstream.shared.codec import decode, encode
 from rollstream.shared.dead_letters import FAILURES_IN_A_ROW, TooManyFailures
 from rollstream.shared.intake import Intake, Work
 from rollstream.shared.partition import Partition
@@ -44,9 +44,14 @@ class FakeWriter:
     full_above_bytes: int = 1 << 30
 
     async def send(self, topic: str, partition: int, record: Any, **_: Any) -> int:
-        if len(encode(record)[0]) > self.full_above_bytes:
+        return await self.send_bytes(topic, partition, b"", *encode(record))
+
+    async def send_bytes(
+        self, topic: str, partition: int, key: bytes, body: bytes, headers: Any
+    ) -> int:
+        if len(body) > self.full_above_bytes:
             raise TooLarge("too big")
-        self.sent.append((topic.rpartition(".")[2], partition, record))
+        self.sent.append((topic.rpartition(".")[2], partition, decode(body, headers)))
         return len(self.sent) - 1
 
     def to(self, kind: str) -> list[Any]:

@@ -35,6 +35,7 @@ from rollstream.shared.redrive import (
     NotRedrivable,
     State,
     group_record,
+    records_in,
     states,
 )
 from rollstream.shared.routes import Route, leaves_after
@@ -87,11 +88,11 @@ def test_what_the_ledger_says_decides():
 
 
 def test_rollouts_become_one_group_and_a_group_is_put_back_as_it_was():
-    group = group_record(letter(), inputs(rollout(1), rollout(0)))
+    group = group_record(letter(), records_in(inputs(rollout(1), rollout(0))))
     assert ([sample.i for sample in group.samples], group.redrives) == ([0, 1], 1)
     once = group_of([rollout(0), rollout(1)])
     once.redrives = 1
-    assert group_record(letter(redrives=1), inputs(once)).redrives == 2
+    assert group_record(letter(redrives=1), records_in(inputs(once))).redrives == 2
 
 
 @pytest.mark.parametrize(("given", "why"), [
@@ -99,7 +100,7 @@ def test_rollouts_become_one_group_and_a_group_is_put_back_as_it_was():
 ])
 def test_what_gives_no_group_says_why(given: list[Input], why: str):
     with pytest.raises(NotRedrivable, match=why):
-        group_record(letter(), given)
+        group_record(letter(), records_in(given))
 
 
 @pytest.mark.parametrize(("chosen", "takes"), [
