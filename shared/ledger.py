@@ -148,6 +148,12 @@ class Ledger:
         found = self._leaves[leaf]
         return sorted(n for n in found.parked if n in found.open and found.is_parked(n))
 
+    def parked_try(self, leaf: str, n: int) -> int | None:
+        """The try at which group n was set aside and not put back since; None for any other."""
+        found = self._leaves[leaf]
+        waits = n in found.open and n in found.parked and found.is_parked(n)
+        return found.parked[n] if waits else None
+
     def ended_unissued(self, leaf: str) -> list[int]:
         """Groups that ended in an earlier log and are not issued in this one yet, in order.
 

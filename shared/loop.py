@@ -203,6 +203,11 @@ class StageLoop:
         if machine is not None:
             machine.finished(work.unit, work.k, ended.offset, parked=ended.parked)
             self._intake.settled(work.partition, work.unit)
+            if ended.parked is not None and machine.in_flight(work.unit):
+                # The next attempt reads the later try again, and knows that this one is parked.
+                self._fatal = self._fatal or Lost(
+                    f"group {work.unit.n} was put back while an earlier try was at work"
+                )
         self._context.progress.done += 1
         self._context.progress.failed += ended.parked is not None
         self._context.progress.last_progress_s = time.time()

@@ -35,6 +35,13 @@ class Commit(NamedTuple):
     hint: Hint
 
 
+class _Held(NamedTuple):
+    """An input record that was read and is not done."""
+
+    offset: int
+    redrives: int = 0
+
+
 class Partition:
     """The state of one assigned partition.
 
@@ -51,7 +58,7 @@ class Partition:
         hint = hint or Hint()
         self.seen = Seen(partitions, hint.seen)
         self._frontier = Frontier(committed or 0)
-        self._in_flight: dict[Unit, list[int]] = {}
+        self._in_flight: dict[Unit, list[_Held]] = {}
         self._out_position = hint.out_position
         self._acknowledged: set[int] = set()
         """Own output above a gap: somebody else wrote there too, and we have not read it."""
@@ -88,9 +95,9 @@ class Partition:
             self._frontier.done(offset)
             return Verdict.KNOWN
         if unit in self._in_flight:
-            self._in_flight[unit].append(offset)
+            self._in_flight[unit].append(_Held(offset, redrives))
             return Verdict.JOINED
-        self._in_flight[unit] = [offset]
+        self._in_flight[unit] = [_Held(offset, redrives)]
         return Verdict.LATER if offset < self._dispatched_to else Verdict.WORK
 
     def deleted(self, units: Sequence[Unit], first: int) -> None:
@@ -103,13 +110,13 @@ class Partition:
         for at, unit in zip(gone, units, strict=False):
             self.hold(at, unit)
         for unit in units[len(gone):]:
-            self._in_flight[unit] = [gone[-1]]
+            self._in_flight[unit] = [_Held(gone[-1])]
         self._frontier.skip_to(first)
 
     def hold(self, offset: int, unit: Unit) -> None:
         """An input record that settles nothing, but must be dealt with before it is passed."""
         self._frontier.add(offset)
-        self._in_flight[unit] = [offset]
+        self._in_flight[unit] = [_Held(offset)]
 
     def skip(self, offset: int) -> None:
         """An input record that is nobody's work here."""
@@ -147,8 +154,14 @@ class Partition:
             self.seen.park(unit.n, parked)
         elif k > 0:
             self.seen.add(unit, k)
-        for offset in self._in_flight.pop(unit, ()):
-            self._frontier.done(offset)
+        held = self._in_flight.pop(unit, [])
+        # A park settles its own try and those before: one that was put back since is still to do.
+        waiting = [one for one in held if parked is not None and one.redrives > parked]
+        if waiting:
+            self._in_flight[unit] = waiting
+        for one in held:
+            if one not in waiting:
+                self._frontier.done(one.offset)
 
     def knows(self, unit: Unit, redrives: int = 0) -> bool:
         """Whether the unit is settled, or set aside at this try or a later one."""

@@ -1,11 +1,17 @@
 """Putting parked groups back: which letters can be, and the record that does it (pure).
 
-A redrive appends one group record, with all its rollouts, to the input partition of the instance
-that parked it, then `redriven` to the ledger, then opens the run again where it was done. Each
-record says how many redrives it makes: a stage works on a parked group only when it comes with more
-than it was parked with, and the books count a group as parked only at its last try. So the order in
-which these records are seen changes nothing, a redrive that was cut off in between is completed by
-the next one, and two at once close the group once.
+Order of writing: the group record to the input of the instance that parked it, `redriven` to the
+ledger, then the run's state, where it was done. Each record says how many redrives it makes: a
+stage works on a parked group only when it comes with more than it was parked with, and the books
+count a group as parked only at its last try. So whatever is cut off in between is made good:
+
+    after the record    the books still have it parked, or already what came of it; the next redrive
+                        writes both again, and the stage knows the second record
+    after `redriven`    it is in flight in the books and its record is there; if the run is done,
+                        the next redrive opens it, though it finds nothing to put back
+    two at once         both write the same try: it is worked on once, and counted once
+
+The other order could leave a group in flight for ever whose record was never written.
 """
 
 from __future__ import annotations
@@ -16,10 +22,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollstream.shared.codec import Undecodable, decode
+from rollstream.shared.codec import Undecodable, decode, header_int
+from rollstream.shared.dead_letters import slot_rollout
 from rollstream.shared.ledger import Ledger
 from rollstream.shared.records import DeadLetter, Group, Input, Rollout, group_of
 from rollstream.shared.routes import Route, leaves_after
+from rollstream.shared.runs import RunConfig, Status
 
 TO = "to"
 """Header of a record that is put back: the one instance that takes it."""
@@ -30,6 +38,8 @@ class State(StrEnum):
 
     PARKED = "parked"
     """It waits: `redrive` puts it back."""
+    IN_FLIGHT = "in flight"
+    """Its stage has not passed it on as parked, or the sink has not read that: not yet."""
     REDRIVEN = "redriven"
     """It was put back and has not ended."""
     ENDED = "ended"
@@ -58,14 +68,25 @@ def states(
     newest: dict[tuple[str, int], Letter] = {}
     for found in letters:
         before = newest.get(found.key)
-        if before is None or found.letter.redrives >= before.letter.redrives:
+        if not is_evidence(found.letter) and (
+            before is None or found.letter.redrives >= before.letter.redrives
+        ):
             newest[found.key] = found
-    return [(found, _state(found, newest[found.key], books, stages)) for found in letters]
+    return [(found, _state(found, newest.get(found.key), books, stages)) for found in letters]
 
 
-def _state(found: Letter, newest: Letter, books: Ledger, stages: Sequence[Route]) -> State:
+def is_evidence(letter: DeadLetter) -> bool:
+    """Whether it holds what never was a group: a record of nobody, or an unreadable sample."""
+    return letter.n < 0 or letter.error.type == "undecodable" and any(
+        header_int(one.headers, "rs-sample") is not None for one in letter.inputs
+    )
+
+
+def _state(
+    found: Letter, newest: Letter | None, books: Ledger, stages: Sequence[Route]
+) -> State:
     letter = found.letter
-    if letter.n < 0 or letter.error.type == "undecodable":
+    if is_evidence(letter):
         return State.EVIDENCE
     if newest is not found:
         return State.SUPERSEDED
@@ -74,7 +95,9 @@ def _state(found: Letter, newest: Letter, books: Ledger, stages: Sequence[Route]
         return State.ENDED
     if any(books.redrives(leaf, letter.n) > letter.redrives for leaf in leaves):
         return State.REDRIVEN
-    return State.PARKED
+    if any(books.parked_try(leaf, letter.n) == letter.redrives for leaf in leaves):
+        return State.PARKED
+    return State.IN_FLIGHT
 
 
 class Filter(NamedTuple):
@@ -102,14 +125,22 @@ class NotRedrivable(ValueError):
     """The letter's inputs give no group; the message says why."""
 
 
-def records_in(inputs: Iterable[Input]) -> list[Rollout | Group]:
-    """The letter's inputs as records. Raises NotRedrivable."""
+def records_in(inputs: Iterable[Input], run: RunConfig) -> list[Rollout | Group]:
+    """The letter's inputs as records; a sample that can't be read stays the error that it was.
+
+    Raises NotRedrivable.
+    """
     records: list[Rollout | Group] = []
     for one in inputs:
         try:
-            body = decode(one.value, list(one.headers))
+            body = decode(one.value, one.headers)
         except Undecodable as error:
-            raise NotRedrivable(f"the record at {one.offset} can't be read: {error}") from error
+            n = header_int(one.headers, "rs-group")
+            if n is None or header_int(one.headers, "rs-sample") is None:
+                raise NotRedrivable(
+                    f"the record at {one.offset} can't be read: {error}"
+                ) from error
+            body = slot_rollout(run, one.headers, n, str(error))
         if isinstance(body, Rollout | Group):
             records.append(body)
     return records
@@ -127,3 +158,13 @@ def group_record(letter: DeadLetter, records: Iterable[Rollout | Group]) -> Grou
     return msgspec.structs.replace(
         group_of(sorted(rollouts, key=lambda rollout: rollout.i)), redrives=letter.redrives + 1
     )
+
+
+def opened_again(reason: str) -> tuple[Status, str]:
+    """The state, and its reason, of a run that had ended with this reason, for what was put back.
+
+    One that was stopped is opened as stopped: it admits nothing new.
+    """
+    if reason.startswith("stopped"):
+        return Status.STOPPED, "stopped; redriven groups"
+    return Status.RUNNING, "redriven groups"

@@ -143,6 +143,9 @@ class Worker:
                 raise TypeError(f"the step gave {output!r:.100}, not a {self._produces.__name__}")
             if isinstance(output, Rollout):
                 output.prompt_offset = work.inputs[0].offset
+            elif isinstance(given, Group):
+                # Whatever record the step made of it: downstream a later try counts over a park.
+                output.redrives = given.redrives
             return output
         self._failures.failure(output)
         if isinstance(given, Prompt):
