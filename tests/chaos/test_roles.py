@@ -104,7 +104,7 @@ async def test_the_trainer_sink_is_killed_between_offer_and_acknowledgement(
             raise AssertionError(f"no batch came\n{made.logs()}")
 
         await asyncio.to_thread(client.wait_until_up, 60)
-        await asyncio.to_thread(client.register, 8)
+        await asyncio.to_thread(lambda: client.register(batch_size=8))
         for step in range(5):
             await batch()
             if step in (1, 3):
