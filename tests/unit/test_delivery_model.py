@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollstream.services.sink.decide import Decider, Decision
 from rollstream.shared.frontier import decode_hint, encode_hint
@@ -139,11 +139,16 @@ class Line(RuleBasedStateMachine):
     stages = st.sampled_from(["generator", "scorer"])
     whose = st.integers(0, 1)
 
-    @rule()
-    def issue(self) -> None:
-        self.ledger.apply(0, Issued(n=self.groups, k=K))
-        self.prompts += [Record(self.groups, i) for i in range(K)]
-        self.groups += 1
+    @initialize(groups=st.integers(2, 4))
+    def begin(self, groups: int) -> None:
+        self.issue(groups)
+
+    @rule(groups=st.integers(1, 2))
+    def issue(self, groups: int) -> None:
+        for _ in range(groups):
+            self.ledger.apply(0, Issued(n=self.groups, k=K))
+            self.prompts += [Record(self.groups, i) for i in range(K)]
+            self.groups += 1
 
     @rule(log=st.sampled_from(["prompts", "rollouts", "scored"]))
     def gap(self, log: str) -> None:
@@ -158,15 +163,44 @@ class Line(RuleBasedStateMachine):
     def assign(self, stage: str, who: int, keep_hint: bool, polite: bool) -> None:
         getattr(self, stage).assign(who, keep_hint=keep_hint, polite=polite)
 
-    @rule(stage=stages, times=st.integers(1, 4))
-    def read(self, stage: str, times: int) -> None:
-        for _ in range(times):
-            getattr(self, stage).read()
+    @rule(
+        stage=stages, reads=st.sampled_from([8, 4, 2, 1, 0]), who=whose,
+        at=st.lists(st.integers(0, 20), min_size=1, max_size=6), park=st.booleans(),
+    )
+    def work(self, stage: str, reads: int, who: int, at: list[int], park: bool) -> None:
+        """The owner reads on; then one of the two finishes some of what it has, in any order."""
+        found: Stage = getattr(self, stage)
+        if found.owner is None:
+            found.assign(who, keep_hint=True, polite=False)
+        for _ in range(reads):
+            found.read()
+        for place in at:
+            self.scorings += 1
+            found.finish(who, place, self.scorings, park=park)
 
-    @rule(stage=stages, who=whose, at=st.integers(0, 20), park=st.booleans())
-    def finish(self, stage: str, who: int, at: int, park: bool) -> None:
-        self.scorings += 1
-        getattr(self, stage).finish(who, at, self.scorings, park=park)
+    @rule(who=whose, at=st.lists(st.integers(0, 20), min_size=2, max_size=5), park=st.booleans())
+    def flow(self, who: int, at: list[int], park: bool) -> None:
+        """Something gets from the prompts to the sinks."""
+        self.work("generator", 8, who, [*at, *at], park)
+        self.work("scorer", 8, who, at, park)
+        self.sink_reads(who, False, 4)
+
+    @rule(
+        stage=stages, polite=st.booleans(), keep_hint=st.booleans(),
+        order=st.lists(st.tuples(whose, st.integers(0, 20)), min_size=1, max_size=6),
+        again=st.booleans(),
+    )
+    def zombie(
+        self, stage: str, polite: bool, keep_hint: bool, order: list[tuple[int, int]], again: bool
+    ) -> None:
+        """The owner loses the partition with work in hand; both finish theirs, in any order."""
+        found: Stage = getattr(self, stage)
+        self.work(stage, 8, 0, [], False)
+        for _ in range(1 + again):
+            found.assign(1 - (found.owner or 0), keep_hint=keep_hint, polite=polite)
+            self.work(stage, 8, 0, [], False)
+        for who, at in order:
+            self.work(stage, 0, who, [at], False)
 
     @rule(stage=stages)
     def commit(self, stage: str) -> None:
@@ -196,16 +230,13 @@ class Line(RuleBasedStateMachine):
 
     # -- the sinks: parts are the truth -----------------------------------------------------------
 
-    @rule(who=whose)
-    def sink_starts(self, who: int) -> None:
-        self.sinks[who] = Sink(self.parts, self.ledger)
-
-    @rule(who=whose, times=st.integers(1, 4))
-    def sink_reads(self, who: int, times: int) -> None:
+    @rule(who=whose, anew=st.booleans(), reads=st.sampled_from([4, 2, 1]))
+    def sink_reads(self, who: int, anew: bool, reads: int) -> None:
         sink = self.sinks[who]
-        for _ in range(times):
-            if sink is not None:
-                sink.read(self.scored)
+        if sink is None or anew:
+            sink = self.sinks[who] = Sink(self.parts, self.ledger)
+        for _ in range(reads):
+            sink.read(self.scored)
 
     @rule(who=whose, killed=st.booleans())
     def sink_writes(self, who: int, killed: bool) -> None:
@@ -319,5 +350,5 @@ class Sink:
         return True
 
 
-Line.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+Line.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 test_line = Line.TestCase
