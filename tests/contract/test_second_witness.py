@@ -57,6 +57,8 @@ class Witness:
     def __init__(self, gguf_file: Path) -> None:
         self._torch = pytest.importorskip("torch", reason="torch isn't installed: see this file")
         pytest.importorskip("accelerate", reason="to read a GGUF file")
+        # More threads than free cores wait for each other in busy loops, for minutes.
+        self._torch.set_num_threads(1)
         transformers = pytest.importorskip("transformers")
         source: dict[str, Any] = {
             "pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name,
