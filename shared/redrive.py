@@ -77,9 +77,8 @@ def states(
 
 def is_evidence(letter: DeadLetter) -> bool:
     """Whether it holds what never was a group: a record of nobody, or an unreadable sample."""
-    return letter.n < 0 or letter.error.type == "undecodable" and any(
-        header_int(one.headers, "rs-sample") is not None for one in letter.inputs
-    )
+    samples = (header_int(one.headers, "rs-sample") is not None for one in letter.inputs)
+    return letter.n < 0 or (letter.error.type == "undecodable" and any(samples))
 
 
 def _state(

@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
+import signal
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollstream.services.cli.processes import Child, Children, service_child
+from rollstream.services.cli.processes import (
+    FIRST_PAUSE_S,
+    Child,
+    Children,
+    service_child,
+)
 from rollstream.services.cli.propose import propose, read_registry, set_status
 from rollstream.services.cli.run_settings import RunSettings, to_config
 from rollstream.services.cli.up import SERVICES
@@ -47,9 +55,9 @@ class Rig:
         self._environment = {BROKERS_VARIABLE: bootstrap, "ROLLSTREAM_PREFIX": prefix}
         self._count = 0
 
-    def judge(self) -> Path:
+    def judge(self, name: str = "environments") -> Path:
         """Make `judge_env` known to services that start from now on; the folder that steers it."""
-        folder = self.folder / "environments"
+        folder = self.folder / name
         folder.mkdir(exist_ok=True)
         source = Path(__file__).parent / "environments" / "judge_env.py"
         (folder / source.name).write_text(source.read_text())
@@ -82,9 +90,23 @@ class Rig:
     async def kill(self, child: Child) -> None:
         """kill -9, and it stays down."""
         child.wanted = False
+        signalled(child, signal.SIGKILL)
         assert child.process is not None
-        child.process.kill()
         await asyncio.wait_for(child.process.wait(), 10)
+
+    async def leave(self, child: Child) -> int:
+        """SIGTERM, and it stays down; its exit code."""
+        child.wanted = False
+        signalled(child, signal.SIGTERM)
+        assert child.process is not None
+        return await asyncio.wait_for(child.process.wait(), 90)
+
+    def hurt(self, name: str, pick: random.Random) -> Child:
+        """kill -9 one process of a service at random; it is started again after a second."""
+        victim = pick.choice([c for c in self.children.running() if c.name == name])
+        victim.pause_s = FIRST_PAUSE_S
+        signalled(victim, signal.SIGKILL)
+        return victim
 
     async def filled(self, config: RunConfig, kind: str, records: int) -> None:
         """Wait until one of the run's topics has got so many records."""
@@ -97,8 +119,10 @@ class Rig:
         """Start these, or all five."""
         return {name: await self.service(name) for name in names or SERVICES}
 
-    async def run(self, pipeline: str, name: str, **fields: Any) -> RunConfig:
-        """Start a run on two-digit addition. Raises Refused."""
+    async def run(
+        self, pipeline: str, name: str, rows: Sequence[Mapping[str, Any]] = (), **fields: Any
+    ) -> RunConfig:
+        """Start a run on two-digit addition, with routing rows of its own. Raises Refused."""
         defaults: dict[str, Any] = {
             "run": name, "env": TWO_DIGIT, "endpoint": "default", "model": MODEL,
             "partitions": 4, "sampling": Sampling(max_tokens=14), "group_size": 4,
@@ -106,18 +130,34 @@ class Rig:
             "prefix": self.prefix, "include_messages": True,
         }
         settings = msgspec.structs.replace(RunSettings(), **{**defaults, **fields})
-        config = to_config(pipeline, settings, routes.load())
-        return await propose(self.bus, config, 90.0)
+        config = to_config(pipeline, settings, routes.load(rows))
+        return await propose(self.bus, config, 180.0)
 
     async def done(self, config: RunConfig, timeout_s: float = 120.0) -> None:
         """Wait until the run is done."""
+        await self.reaches(config, Status.DONE, timeout_s)
+
+    async def reaches(self, config: RunConfig, status: Status, timeout_s: float = 120.0) -> None:
+        """Wait until the run is in this state."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             found = (await read_registry(self.bus, self.prefix)).runs[config.run]
-            if found.status is Status.DONE:
+            if found.status is status:
                 return
             await asyncio.sleep(0.3)
-        raise AssertionError(f"{config.run} is not done: {await self.books(config)}\n{self.logs()}")
+        raise AssertionError(
+            f"{config.run} is not {status}: {await self.books(config)}\n{self.logs()}"
+        )
+
+    async def stands(self, config: RunConfig, **counts: int) -> None:
+        """Wait until the books say so, e.g. `delivered=4, parked=2`."""
+        deadline_s = time.monotonic() + 90
+        while True:
+            books = await self.books(config)
+            if all(getattr(books, name) == count for name, count in counts.items()):
+                return
+            assert time.monotonic() < deadline_s, f"not {counts}: {books}\n{self.logs()}"
+            await asyncio.sleep(0.3)
 
     async def stop(self, config: RunConfig) -> None:
         await set_status(self.bus, self.prefix, config.run, Status.STOPPED, "by a test")
@@ -128,11 +168,15 @@ class Rig:
 
     async def records(self, config: RunConfig, kind: str) -> list[Any]:
         """All records of one of the run's topics."""
+        return [record for _, record in await self.stamped(config, kind)]
+
+    async def stamped(self, config: RunConfig, kind: str) -> list[tuple[float, Any]]:
+        """All records of one of the run's topics, each after the time it was sent at, in s."""
         topic = data_topic(self.prefix, config.run, config.pipeline, kind)
-        found: list[Any] = []
+        found: list[tuple[float, Any]] = []
         async with LogReader(self.bus, topic, range(config.partitions)) as log:
             async for records in log.to_end(timeout_s=60):
-                found += [decode(r.value, list(r.headers)) for r in records]
+                found += [(r.timestamp / 1000, decode(r.value, list(r.headers))) for r in records]
         return found
 
     async def written(self, config: RunConfig, kind: str) -> int:
@@ -156,6 +200,37 @@ class Rig:
 
     async def end(self) -> None:
         await self.children.stop()
+
+
+def signalled(child: Child, number: int) -> None:
+    """Send a signal to a running child."""
+    assert child.process is not None
+    child.process.send_signal(number)
+
+
+async def page(child: Child, path: str) -> tuple[int, str]:
+    """Status and text of one of a service's pages."""
+    ports = re.findall(r'"health_port":(\d+)', child.log.read_text())
+    assert ports, child.log.read_text()
+
+    def get() -> tuple[int, str]:
+        try:
+            url = f"http://127.0.0.1:{ports[-1]}{path}"
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    return await asyncio.to_thread(get)
+
+
+async def status(child: Child) -> dict[str, Any]:
+    """How a service stands in the only run that it attends; {} where it can't say."""
+    try:
+        attended = json.loads((await page(child, "/statusz"))[1])
+    except OSError:
+        return {}
+    return next(iter(attended.values()), {})
 
 
 @asynccontextmanager
@@ -190,13 +265,17 @@ class Engine:
         line = await Children().wait_for_line(self.child, "engine ready on", 300)
         self.url = line.split("engine ready on ", 1)[1].split()[0]
 
-    def finished_requests(self) -> int:
-        """Choices that the engine has answered, by its own metrics."""
+    def finished_requests(self, reason: str = "") -> int:
+        """Choices that the engine has answered, by its own metrics; those with this end only.
+
+        A scripted answer ends with `stop`; a probe and a teacher's question do not.
+        """
         with urllib.request.urlopen(self.url.removesuffix("/v1") + "/metrics", timeout=5) as page:
             text = page.read().decode()
         return int(sum(
-            float(value)
-            for value in re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)", text, re.M)
+            float(value) for value in re.findall(
+                rf'^vllm:request_success_total\{{[^}}]*{reason}"[^}}]*\}} (\S+)', text, re.M
+            )
         ))
 
     async def stop(self) -> None:

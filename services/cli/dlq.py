@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import re
 import sys
 import time
@@ -16,36 +15,27 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
-from rollstream.shared.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnreachable
-from rollstream.shared.bus import Bus, Lost, TooLarge, Writer, start, stop
+from rollstream.shared.blobs import StoreUnreachable
+from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.config import ConfigError, Parser, parse_flags
 from rollstream.shared.ledger_reader import read_ledger
-from rollstream.shared.log_reader import LogReader
-from rollstream.shared.records import DeadLetter, Input, Redriven, Rollout
-from rollstream.shared.redrive import (
-    TO,
-    Filter,
-    Letter,
-    NotRedrivable,
-    State,
-    group_record,
-    records_in,
-    states,
-)
-from rollstream.shared.refetch import record_at
-from rollstream.shared.routes import leaves_after
-from rollstream.shared.runs import Run, RunConfig, Status
-from rollstream.shared.topics import data_topic
+from rollstream.shared.records import Input, Rollout
+from rollstream.shared.redrive import Filter, Letter, NotRedrivable, State, states
+from rollstream.shared.runs import RunConfig
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import known_runs, set_status
+from .letters import READ_S, Inputs, read_ends, read_letters
+from .propose import known_runs
+from .put_back import put_back
 
-READ_S = 300.0
 DETAIL_CHARACTERS = 70
+NOT_TAKEN = {
+    State.EVIDENCE: "undecodable, kept as evidence: their slots are closed, nothing to put back",
+    State.IN_FLIGHT: "not parked yet: the sink has not read of it",
+}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -61,7 +51,7 @@ def main(command: str, argv: list[str]) -> int:
     parser.add_argument("N", nargs="?", help="show: the group's number")
     parser.add_argument("--stage", help="only what this stage instance parked")
     parser.add_argument("--error", help="only this type of error")
-    parser.add_argument("--groups", help="only these: N or FIRST-LAST")
+    parser.add_argument("--groups", "--group", help="only these: N or FIRST-LAST")
     parser.add_argument("--since", help="parked at or after: 2h (ago) or 2026-01-31T12:00")
     parser.add_argument("--until", help="parked at or before")
     parser.add_argument("--rate", help="redrive: groups a second [no limit]")
@@ -85,7 +75,7 @@ async def _work(
     run = runs.get(given["RUN"])
     if run is None or run.config is None:
         raise ConfigError("RUN", given["RUN"], "no such run; see `rollstream runs list`")
-    letters = await _letters(bus, run.config)
+    letters = await read_letters(bus, run.config)
     books = await read_ledger(bus, run.config, READ_S)
     found = [
         (letter, state) for letter, state in states(letters, books, run.config.stages)
@@ -93,83 +83,39 @@ async def _work(
     ]
     match given["action"]:
         case "list":
-            print("\n".join(map(_line, found)) or "no dead letters")
+            lines = await _lines(bus, run.config, found)
+            print("\n".join(lines) or "no dead letters")
             return 0
         case "show":
             return await _show(bus, run.config, found, _number("N", given["N"]))
         case _:
-            parked = [letter for letter, state in found if state is State.PARKED]
-            return await _redrive(bus, run, parked, rate, dry_run=given["dry_run"])
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-async def _letters(bus: Bus, config: RunConfig) -> list[Letter]:
-    """All letters of a run by time, without their inputs' bytes: a topic may hold gigabytes."""
-    topic = data_topic(config.prefix, config.run, config.pipeline, "dlq")
-    found: list[Letter] = []
-    async with LogReader(bus, topic, range(config.partitions)) as log:
-        await log.rewind()
-        async for records in log.to_end(READ_S):
-            for record in records:
-                try:
-                    letter = decode(record.value, list(record.headers))
-                except Undecodable:
-                    continue
-                if isinstance(letter, DeadLetter):
-                    letter.inputs = [msgspec.structs.replace(i, value=None) for i in letter.inputs]
-                    found.append(Letter(record.partition, record.offset, letter))
-    return sorted(found, key=lambda letter: letter.letter.at_ms)
-
-
-class _Inputs:
-    """Reads a letter's inputs whole; an async context manager."""
-
-    def __init__(self, bus: Bus, config: RunConfig) -> None:
-        self._topic = data_topic(config.prefix, config.run, config.pipeline, "dlq")
-        self._consumer = bus.reader()
-
-    async def __aenter__(self) -> _Inputs:
-        await start(self._consumer)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await stop(self._consumer)
-
-    async def of(self, found: Letter) -> list[Input]:
-        """From the letter, or from the topic they came from where it could not hold them.
-
-        Raises NotRedrivable where they are gone from there.
-        """
-        lies = TopicPartition(self._topic, found.partition)
-        record = await record_at(self._consumer, lies, found.offset)
-        letter = decode(record.value, list(record.headers))
-        assert isinstance(letter, DeadLetter)
-        for one in letter.inputs:
-            if one.value is None:
-                came_from = TopicPartition(letter.topic, letter.partition)
-                try:
-                    source = await record_at(self._consumer, came_from, one.offset)
-                except (KafkaError, TimeoutError) as error:
-                    raise NotRedrivable(
-                        f"its inputs were too large for the dead letters, and {letter.topic} no "
-                        f"longer holds offset {one.offset}"
-                    ) from error
-                one.value = source.value
-        return letter.inputs
+            return await _redrive(bus, run.config, found, rate, dry_run=given["dry_run"])
 
 
 # -- list, show ------------------------------------------------------------------------------------
 
 
-def _line(found: tuple[Letter, State]) -> str:
-    (_, _, letter), state = found
+async def _lines(
+    bus: Bus, config: RunConfig, found: list[tuple[Letter, State]]
+) -> list[str]:
+    """A line a letter; of an ended group it says how."""
+    numbers = {letter.letter.n for letter, state in found if state is State.ENDED}
+    ends = await read_ends(bus, config, numbers) if numbers else {}
+    lines = []
+    for letter, state in found:
+        told = ends.get(letter.letter.n, {}).values() if state is State.ENDED else ()
+        how = sorted({f"{end.outcome} {end.reason}".strip() for end in told})
+        lines.append(_line(letter, " ".join([state, ", ".join(how)]).strip()))
+    return lines
+
+
+def _line(found: Letter, state: str) -> str:
+    letter = found.letter
     at = datetime.fromtimestamp(letter.at_ms / 1000).strftime("%Y-%m-%d %H:%M:%S")
     name = f"group {letter.n}" if letter.n >= 0 else f"{letter.topic} at {letter.offset}"
     again = f" (redriven {letter.redrives}x before)" if letter.redrives else ""
     message = " ".join(letter.error.message.split())[:DETAIL_CHARACTERS]
-    return f"{at}  {name:<12} {letter.stage:<18} {state:<10} {letter.error.type}: {message}{again}"
+    return f"{at}  {name:<12} {letter.stage:<18} {state:<10}  {letter.error.type}: {message}{again}"
 
 
 async def _show(
@@ -178,10 +124,11 @@ async def _show(
     chosen = [(letter, state) for letter, state in found if n is None or letter.letter.n == n]
     if not chosen:
         raise ConfigError("N", n, "no such dead letter; see `rollstream dlq list`")
-    async with _Inputs(bus, config) as inputs:
-        for letter, state in chosen:
+    async with Inputs(bus, config) as inputs:
+        lines = await _lines(bus, config, chosen)
+        for (letter, _), line in zip(chosen, lines, strict=True):
             told = letter.letter
-            print(_line((letter, state)))
+            print(line)
             print(f"  {told.error.type}: {told.error.message}")
             print(f"  from {told.topic}[{told.partition}] at {told.offset}, "
                   f"{told.attempts} attempts")
@@ -215,72 +162,21 @@ def _text(one: Input) -> str:
 
 
 async def _redrive(
-    bus: Bus, run: Run, parked: list[Letter], rate: float | None, *, dry_run: bool
+    bus: Bus, config: RunConfig, found: list[tuple[Letter, State]], rate: float | None, *,
+    dry_run: bool,
 ) -> int:
-    config = run.config
-    assert config is not None
+    parked = [letter for letter, state in found if state is State.PARKED]
+    for state, why in NOT_TAKEN.items():
+        if count := sum(one is state for _, one in found):
+            print(f"left aside: {count} {why}", file=sys.stderr)
     if dry_run:
-        print("\n".join(_line((letter, State.PARKED)) for letter in parked))
+        for letter in parked:
+            print(_line(letter, State.PARKED))
         print(f"would put back {len(parked)} groups")
         return 0
-    refused = 0
-    writer = await bus.writer()
-    try:
-        async with _Inputs(bus, config) as inputs:
-            for letter in parked:
-                started_s = time.monotonic()
-                try:
-                    await _put_back(writer, config, letter, await inputs.of(letter))
-                except (NotRedrivable, TooLarge) as error:
-                    refused += 1
-                    print(f"group {letter.letter.n}: {error}", file=sys.stderr)
-                if rate:
-                    await asyncio.sleep(max(0.0, 1 / rate - (time.monotonic() - started_s)))
-    finally:
-        await writer.close()
-    await _open_again(bus, run)
+    refused = await put_back(bus, config, parked, rate)
     print(f"put back {len(parked) - refused} groups" + (f", {refused} not" if refused else ""))
     return 1 if refused else 0
-
-
-async def _put_back(
-    writer: Writer, config: RunConfig, found: Letter, inputs: list[Input]
-) -> None:
-    letter, blobs = found.letter, Blobs(config)
-    records = records_in(inputs)
-    try:
-        for record in records:
-            await blobs.fill(record)
-    except (BlobMissing, BlobCorrupt) as error:
-        raise NotRedrivable(f"{error}: restore it first") from error
-    group = group_record(letter, records)
-    key = f"{config.run}/{letter.n}"
-    await blobs.send(
-        writer, letter.topic, letter.partition, group, key=key,
-        headers=[(TO, letter.stage.encode())],
-    )
-    redriven = Redriven(
-        n=letter.n, redrives=group.redrives, leaves=leaves_after(config.stages, letter.stage)
-    )
-    ledger = data_topic(config.prefix, config.run, config.pipeline, "ledger")
-    await writer.send(ledger, letter.n % config.partitions, redriven, key=key)
-
-
-async def _open_again(bus: Bus, run: Run) -> None:
-    """A run that is over is attended again until what was put back has ended.
-
-    One that was stopped admits nothing new: it is opened as stopped.
-    """
-    config, state = run.config, run.state
-    if config is None or state is None or state.status not in (Status.FINISHING, Status.DONE):
-        return
-    books = (await read_ledger(bus, config, READ_S)).books()
-    if any(leaf.in_flight for leaf in books):
-        was_stopped = state.reason.startswith("stopped")
-        status = Status.STOPPED if was_stopped else Status.RUNNING
-        reason = "stopped; redriven groups" if was_stopped else "redriven groups"
-        await set_status(bus, config.prefix, run.id, status, reason)
-        print(f"{run.id}: {status} again until they have ended")
 
 
 # -- flags -----------------------------------------------------------------------------------------

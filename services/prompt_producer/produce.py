@@ -23,6 +23,7 @@ from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.output_tail import last_records
 from rollstream.shared.records import Failure, Issued, Prompt, Row
+from rollstream.shared.redrive import opened_again
 from rollstream.shared.role import Active
 from rollstream.shared.runs import RunState, Status, state_key
 from rollstream.shared.service import RunContext
@@ -79,8 +80,10 @@ class Production:
             await self._restore(books)
             await self._complete(books)
             context.progress.state = "working"
-            if context.status is Status.FINISHING:
-                await self._end(books, control, context.reason or "finished")
+            if context.status is Status.FINISHING and await self._end(
+                ledger, control, context.reason or "finished"
+            ):
+                return
             while not context.ending:
                 # Groups of an earlier log were issued again and are never generated again.
                 generated = await running.finished_samples()
@@ -91,8 +94,9 @@ class Production:
                 context.progress.alive()
                 stopped = context.status is Status.STOPPED
                 if (reason := over(context.run, now, self._rows_end, stopped=stopped)) is not None:
-                    await self._end(books, control, reason)
-                    return
+                    if await self._end(ledger, control, reason):
+                        return
+                    continue
                 groups = self._room_at_broker(room(context.run, now, self._rows_end))
                 if groups and context.status is Status.RUNNING:
                     await self._admit(books, groups)
@@ -195,8 +199,11 @@ class Production:
                     newest[partition] = max(newest.get(partition, (-1, -1)), (n, i))
         leaves = [leaf.leaf for leaf in books.books()]
         for partition, n in enumerate(books.issued_max):
-            ended = all(books.ended(leaf, n) for leaf in leaves)
-            if n < 0 or ended or _within(n, run.restored):
+            # What was parked had all its prompts, though they may have expired since.
+            written = n >= 0 and all(
+                books.ended(leaf, n) or books.set_aside(leaf, n, 0) for leaf in leaves
+            )
+            if n < 0 or written or _within(n, run.restored):
                 continue
             last_n, last_i = newest.get(partition, (-1, -1))
             if last_n > n:
@@ -216,28 +223,54 @@ class Production:
             if isinstance(said, PolicyVersion):
                 self._version = said.version
             elif isinstance(said, Finished):
-                self._finished[said.leaf] = said.ended
+                self._finished[said.leaf] = max(said.ended, self._finished.get(said.leaf, -1))
 
-    async def _end(self, books: Ledger, control: LogReader, reason: str) -> None:
-        """Have the sinks write their final files, then call the run done."""
-        for leaf in books.books():
+    async def _end(self, ledger: LedgerReader, control: LogReader, reason: str) -> bool:
+        """Have the sinks write their final files, then call the run done; whether it is.
+
+        A redrive may come at any moment. It writes the ledger first and looks at the run's state
+        afterwards; here `done` is written first and the ledger read afterwards: so one of the two
+        sees the other, and opens the run again.
+        """
+        for leaf in ledger.books.books():
             self._log.info("run over", reason=reason, **leaf._asdict())
         await self._say(Status.FINISHING, reason)
-        wanted = {leaf.leaf: leaf.ended for leaf in books.books()}
         deadline_s = time.monotonic() + FINISH_S
-        # A run that was opened again for a redrive has finished before, with fewer groups.
-        while not self._context.draining.is_set() and (
-            missing := [leaf for leaf, n in wanted.items() if self._finished.get(leaf, -1) < n]
-        ):
+        while not self._context.draining.is_set() and (missing := self._unfinished(ledger.books)):
             self._hear(await control.more(NEWS_S))
+            await ledger.follow(0.01)
+            if await self._opened_again(ledger.books, reason):
+                return False
             self._context.progress.alive()
             if time.monotonic() > deadline_s:
-                silent = ", ".join(sorted(missing))
+                silent = ", ".join(missing)
                 reason = f"{reason}; no word of the final files from {silent}"
                 self._log.error("sinks did not finish", leaves=silent)
                 break
-        if not self._context.draining.is_set():
-            await self._say(Status.DONE, reason)
+        if self._context.draining.is_set():
+            return False
+        ended = [leaf.ended for leaf in ledger.books.books()]
+        await self._say(Status.DONE, reason)
+        books = await ledger.catch_up(CATCH_UP_S)
+        if await self._opened_again(books, reason):
+            return False
+        return ended == [leaf.ended for leaf in books.books()]
+
+    def _unfinished(self, books: Ledger) -> list[str]:
+        """The leaves whose final files lack groups that have ended.
+
+        A run that was opened again for a redrive has finished before, with fewer groups.
+        """
+        return [
+            leaf.leaf for leaf in books.books() if self._finished.get(leaf.leaf, -1) < leaf.ended
+        ]
+
+    async def _opened_again(self, books: Ledger, reason: str) -> bool:
+        """Whether groups were put back since the run was over: then it goes on for them."""
+        if not any(leaf.in_flight for leaf in books.books()):
+            return False
+        await self._say(*opened_again(reason))
+        return True
 
     async def _say(self, status: Status, reason: str) -> None:
         run = self._context.run

@@ -32,23 +32,16 @@ class Scorer:
 
     async def consider(self, run: RunConfig, route: Route) -> dict[str, Any]:
         """Load the run's environments in a worker. Raises Refusal."""
-        fingerprints = {}
         try:
             advantage_function(run.advantage)
-            for source in run.environments:
-                if source.id:
-                    ref = EnvRef(source.id, source.args)
-                    fingerprints[source.id] = await self._workers().check(ref)
         except ConfigError as error:
             raise Refusal("advantage", run.advantage, error.fix) from error
-        except EnvironmentUnusable as error:
-            raise Refusal("env", error.env, error.reason) from error
-        except (ScoringTimeout, WorkerDied) as error:
-            raise Refusal("env", run.environments[0].id, str(error)) from error
-        return {"fingerprints": fingerprints}
+        return {"fingerprints": await self._load(run)}
 
     async def attend(self, context: RunContext) -> None:
         run, route = context.run, context.route
+        # Before it takes a share: what a cold member is given waits until it is warm.
+        await self._load(run)
         upstream = next(s for s in run.stages if s.output == route.input)
         score = Score(run, self._workers(), final=not _scored_again(run, route))
         limits = {
@@ -63,6 +56,20 @@ class Scorer:
         else:
             step = Step(each=score, **limits)
         await run_stage(context, step, self.produces)
+
+    async def _load(self, run: RunConfig) -> dict[str, str]:
+        """The fingerprints of the run's environments, each loaded in a worker. Raises Refusal."""
+        fingerprints = {}
+        try:
+            for source in run.environments:
+                if source.id:
+                    ref = EnvRef(source.id, source.args)
+                    fingerprints[source.id] = await self._workers().check(ref)
+        except EnvironmentUnusable as error:
+            raise Refusal("env", error.env, error.reason) from error
+        except (ScoringTimeout, WorkerDied) as error:
+            raise Refusal("env", run.environments[0].id, str(error)) from error
+        return fingerprints
 
     async def close(self) -> None:
         if self._pool is not None:

@@ -180,9 +180,10 @@ class FileLeaf:
         context = self._context
         if context.draining.is_set() or context.status is not Status.FINISHING:
             return
-        await self._files(lambda: self._finish(self._folder.everything(self._partitions)))
+        # Counted first: a part is there before its ends, so the files hold at least these.
         books = (await ledger.catch_up(READ_TIMEOUT_S)).books()
         ended = next(leaf.ended for leaf in books if leaf.leaf == self._leaf)
+        await self._files(lambda: self._finish(self._folder.everything(self._partitions)))
         await writer.send(context.topic("control"), 0, Finished(leaf=self._leaf, ended=ended))
         # Done comes next, or a redrive that opens the run again: then the next attempt goes on.
         while context.status is Status.FINISHING and not context.ending:

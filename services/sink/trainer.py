@@ -193,13 +193,14 @@ class TrainerLeaf:
     # -- reading -------------------------------------------------------------------------------
 
     async def _read(self, data: LogReader) -> None:
-        context, told = self._context, False
+        context, told_at = self._context, -1
         while not context.ending:
-            if context.status is Status.FINISHING and not told:
+            # Again where more has ended since: a redrive may have opened the run in between.
+            if context.status is Status.FINISHING and told_at != context.progress.done:
+                told_at = context.progress.done
                 books = await read_ledger(context.bus, self.run, READ_TIMEOUT_S)
                 ended = next(b.ended for b in books.books() if b.leaf == self._leaf)
                 await self._told(Finished(leaf=self._leaf, ended=ended))
-            told = context.status is Status.FINISHING
             context.progress.alive()
             context.progress.state = "serving" if self.book.registered else "waiting for a trainer"
             await self._take(await data.more(POLL_S))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import time
-import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reckoning import reckon
-from rig import Engine, Rig, rig
+from rig import Engine, Rig, page, rig, signalled, status
 
 from rollstream.services.cli.processes import Child
 from rollstream.shared.records import Rollout
@@ -21,116 +20,134 @@ from rollstream.shared.runs import RunConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-GROUPS, K = 40, 2
+K = 2
 IN_FLIGHT = 16
+SLOW_N, SLOW_S = 7, 45
 SESSION_S = 6
 
 
 @pytest.fixture
 async def slow_head(tmp_path: Path):
-    """One answer in forty takes 15 s, the others less than one."""
-    answers = [{"text": f"It is {n}.", "delay_s": 15 if n == 7 else 0.5} for n in range(40)]
+    """The answers to one row take very long, the others little."""
+    answers = [{"match": f"Say {SLOW_N}.", "text": "At last.", "delay_s": SLOW_S}]
+    answers += [{"text": f"It is {n}.", "delay_s": 1.5} for n in range(7)]
     engine = Engine(tmp_path / "scripted", answers)
     await engine.start()
     yield engine
     await engine.stop()
 
 
-async def rows(made: Rig, **fields: object) -> RunConfig:
+async def rows(made: Rig, groups: int, **fields: Any) -> RunConfig:
     return await made.run(
-        "sft", "members", env="judge_env", env_args={"rows": GROUPS}, epochs=1, group_size=K,
-        **{"max_in_flight": 32, **fields},
+        "sft", "members", env="judge_env", env_args={"rows": groups}, epochs=1, group_size=K,
+        **fields,
     )
 
 
-def health_port(child: Child) -> int:
-    for line in child.log.read_text().splitlines():
-        if '"health_port"' in line:
-            return int(json.loads(line)["health_port"])
-    raise AssertionError(f"{child.log} names no port")
+async def partitions(child: Child) -> list[int]:
+    return (await status(child)).get("partitions", [])
 
 
-def ready(child: Child) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{health_port(child)}/readyz", timeout=5):
-            return True
-    except OSError:
-        return False
+async def shared_out(made: Rig, config: RunConfig, members: list[Child]) -> None:
+    """Wait until each has partitions and all have them once: each has learnt what it lost."""
+    deadline_s = time.monotonic() + 90
+    while True:
+        shares = [await partitions(member) for member in members]
+        if all(shares) and sorted(p for share in shares for p in share) == [
+            *range(config.partitions)
+        ]:
+            return
+        assert time.monotonic() < deadline_s, f"{shares}\n{made.logs()}"
+        await asyncio.sleep(0.2)
 
 
 async def test_a_member_that_hung_past_its_session_does_no_harm(
     broker: str, prefix: str, tmp_path: Path, slow_head: Engine
 ):
-    """SIGSTOP for longer than the session, then SIGCONT: a zombie of each stage in turn."""
+    """SIGSTOP for longer than the session, then SIGCONT: a zombie of each stage in turn.
+
+    It finds out that others have its partitions, joins again and gets some back.
+    """
+    groups = 60
     async with rig(broker, prefix, tmp_path, slow_head.url) as made:
         made.judge()
         first = await made.services("sink", "scorer", "generator", "prompt-producer")
-        for name in ("generator", "scorer", "sink"):
-            await made.service(name)
-        config = await rows(made, max_in_flight=8)
-        for name in ("generator", "scorer", "sink"):
-            process = first[name].process
-            assert process is not None
-            process.send_signal(signal.SIGSTOP)
+        second = {name: await made.service(name) for name in ("generator", "scorer", "sink")}
+        config = await rows(made, groups, max_in_flight=8)
+        for name, other in second.items():
+            zombie = first[name]
+            assert zombie.process is not None
+            pid = zombie.process.pid
+            signalled(zombie, signal.SIGSTOP)
             await asyncio.sleep(SESSION_S + 4)
-            process.send_signal(signal.SIGCONT)
+            assert len(await partitions(other)) == config.partitions
+            signalled(zombie, signal.SIGCONT)
+            await shared_out(made, config, [zombie, other])
+            assert zombie.process.pid == pid, "it was started anew"
+        assert (await made.books(config)).delivered < groups, "it was over before the last"
         await made.done(config, timeout_s=200)
-        found = await reckon(made, config, groups=GROUPS)
-        assert (found.delivered, found.lost, found.doubled, found.torn) == (GROUPS, 0, 0, 0)
+        found = await reckon(made, config, groups=groups)
+        assert (found.delivered, found.lost, found.doubled, found.torn) == (groups, 0, 0, 0)
 
 
 async def test_one_to_four_generators_and_back(
     broker: str, prefix: str, tmp_path: Path, slow_head: Engine, request: pytest.FixtureRequest
 ):
     """Work in flight survives, what has finished is not done again, a slow answer stops nobody."""
+    groups = 100
     async with rig(broker, prefix, tmp_path, slow_head.url) as made:
         made.judge()
         flags = ("--max-in-flight", str(IN_FLIGHT))
-        for name in ("sink", "scorer", "generator", "prompt-producer"):
-            await made.service(name, *flags)
-        config = await rows(made, max_in_flight=16)
-        await asyncio.sleep(2)
-        more = [await made.service("generator", *flags) for _ in range(3)]
-        await asyncio.sleep(9)
-        for child in more:
-            child.wanted = False
-            assert child.process is not None
-            child.process.terminate()
-            await asyncio.sleep(1)
+        started = await made.services("sink", "scorer", "prompt-producer")
+        generators = [await made.service("generator", *flags)]
+        config = await rows(made, groups, max_in_flight=16)
+        await made.filled(config, "rollouts", 4)
+        generators += [await made.service("generator", *flags) for _ in range(3)]
+        await shared_out(made, config, generators)
+        joined_s = time.time()
+        for child in generators[1:]:
+            assert await made.leave(child) == 0
+        assert (await made.books(config)).delivered < groups, "it was over before they left"
         await made.done(config, timeout_s=200)
-        found = await reckon(made, config, groups=GROUPS)
-        assert (found.delivered, found.lost, found.doubled, found.torn) == (GROUPS, 0, 0, 0)
+
+        found = await reckon(made, config, groups=groups)
+        assert (found.delivered, found.lost, found.doubled, found.torn) == (groups, 0, 0, 0)
         # The embedded broker keeps no commit metadata: a new owner can't know what an old one is
         # still at, and begins that again. What has *finished* is in the output in any case.
         embedded = "embedded" in request.node.name
         assert found.again <= (3 * IN_FLIGHT if embedded else 0)
-        rollouts = [r for r in await made.records(config, "rollouts") if isinstance(r, Rollout)]
-        slow = max(range(len(rollouts)), key=lambda at: rollouts[at].duration_s)
-        assert rollouts[slow].duration_s >= 15
-        for child in more:
-            assert child.process is not None
-            assert await asyncio.wait_for(child.process.wait(), 90) == 0
+        assert found.repeated == 0
+        # The slow ones were at work all the time; the others went on beside them.
+        rollouts = [(sent_s, record) for sent_s, record in await made.stamped(config, "rollouts")
+                    if isinstance(record, Rollout)]
+        slow_s = [sent_s for sent_s, record in rollouts if record.n == SLOW_N]
+        beside = {record.n % config.partitions for sent_s, record in rollouts
+                  if joined_s < sent_s < min(slow_s)}
+        assert beside == {*range(config.partitions)}
+        assert all(child.running for child in (*started.values(), generators[0]))
 
 
 async def test_members_without_a_partition_are_healthy_and_take_over(
     broker: str, prefix: str, tmp_path: Path, slow_head: Engine
 ):
+    """Three generators for one partition: two have nothing to do until the third is killed."""
+    groups = 20
     async with rig(broker, prefix, tmp_path, slow_head.url) as made:
         made.judge()
-        for name in ("sink", "scorer", "prompt-producer"):
-            await made.service(name)
+        await made.services("sink", "scorer", "prompt-producer")
         generators = [await made.service("generator") for _ in range(3)]
-        config = await rows(made, partitions=1, max_in_flight=8)
-        await asyncio.sleep(12)
-        assert [ready(child) for child in generators] == [True] * 3
-        working = [child for child in generators if '"record"' in child.log.read_text()]
+        config = await rows(made, groups, partitions=1, max_in_flight=8)
+        await made.filled(config, "rollouts", 10)
+        assert [(await page(child, "/readyz"))[0] for child in generators] == [200] * 3
+        working = [child for child in generators if await partitions(child)]
         assert len(working) == 1, "one partition has one reader"
         await made.kill(working[0])
         await made.done(config, timeout_s=200)
         others = [child for child in generators if child is not working[0]]
         assert any('"record"' in child.log.read_text() for child in others)
-        found = await reckon(made, config, groups=GROUPS)
-        assert (found.delivered, found.lost, found.doubled, found.torn) == (GROUPS, 0, 0, 0)
+        found = await reckon(made, config, groups=groups)
+        assert (found.delivered, found.lost, found.doubled, found.torn) == (groups, 0, 0, 0)
+        assert found.repeated == 0
 
 
 @pytest.mark.kafka
@@ -138,25 +155,21 @@ async def test_deleted_commits_are_rebuilt_from_the_log(
     real_kafka: str, prefix: str, tmp_path: Path, slow_head: Engine
 ):
     """The consumer groups of three stages are deleted in mid-run; nothing is generated again."""
-    names = ("generator", "scorer", "sink")
+    names, groups = ("generator", "scorer", "sink"), 40
     async with rig(real_kafka, prefix, tmp_path, slow_head.url) as made:
         made.judge()
         started = await made.services("sink", "scorer", "generator", "prompt-producer")
-        config = await rows(made, max_in_flight=8)
+        config = await rows(made, groups, max_in_flight=8)
         await made.filled(config, "rollouts", 20)
         for name in names:
-            child = started[name]
-            child.wanted = False
-            assert child.process is not None
-            child.process.terminate()
-            await asyncio.wait_for(child.process.wait(), 90)
+            assert await made.leave(started[name]) == 0
         await delete_groups(real_kafka, [f"{prefix}.members.sft.{n}" for n in (
             "generator", "scorer", "sink-dataset")])
         for name in names:
             await made.service(name)
         await made.done(config, timeout_s=200)
-        found = await reckon(made, config, groups=GROUPS)
-        assert found == (GROUPS, 0, 0, 0, 0)
+        found = await reckon(made, config, groups=groups)
+        assert found == (groups, 0, 0, 0, 0, 0)
 
 
 async def delete_groups(bootstrap: str, groups: list[str]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rig import Engine, Rig, rig
+from rig import Engine, Rig, rig, signalled, status
 
 from rollstream.services.cli.processes import Child
 from rollstream.shared.client.trainer import TrainerClient, TrainerError
@@ -17,7 +20,8 @@ from rollstream.shared.runs import Filters, RunConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ROWS, K = 24, 2
+ROWS, K = 40, 2
+AT_WORK = ("working", "serving", "waiting for a trainer")
 
 
 @pytest.fixture
@@ -28,48 +32,60 @@ async def scripted(tmp_path: Path):
     await engine.stop()
 
 
-async def active(made: Rig, children: list[Child], word: str) -> Child:
-    """The one of these that does the work, told by a word in its log."""
-    for _ in range(200):
-        found = [c for c in children if c.running and word in c.log.read_text()]
-        if found:
-            return found[-1]
+async def in_office(children: list[Child], made: Rig) -> Child:
+    """The one of these that does the work; the others stand by."""
+    deadline_s = time.monotonic() + 90
+    while True:
+        states = [(await status(child)).get("state") for child in children if child.running]
+        at_work = [at for at, state in enumerate(states) if state in AT_WORK]
+        if len(at_work) == 1:
+            return [child for child in children if child.running][at_work[0]]
+        assert time.monotonic() < deadline_s, f"{states}\n{made.logs()}"
         await asyncio.sleep(0.2)
-    raise AssertionError(f"nobody is active\n{made.logs()}")
 
 
-async def judged(made: Rig, pipeline: str, **fields: object) -> RunConfig:
+async def judged(made: Rig, pipeline: str, **fields: Any) -> RunConfig:
     return await made.run(pipeline, "roles", env="judge_env", env_args={"rows": ROWS},
                           group_size=K, max_in_flight=8, **fields)
+
+
+async def count(made: Rig, config: RunConfig, kind: type[Issued] | type[Ended]) -> int:
+    return sum(isinstance(record, kind) for record in await made.records(config, "ledger"))
 
 
 async def test_producer_and_report_sink_are_killed_in_office(
     broker: str, prefix: str, tmp_path: Path, scripted: Engine
 ):
-    """Two of each, by mistake or as stand-bys; both offices change hands while groups come."""
+    """Two of each; the one that is active is killed while groups come, and the other takes over.
+
+    No group is issued twice, and the report's file holds each row as if nothing had been.
+    """
     async with rig(broker, prefix, tmp_path, scripted.url) as made:
         made.judge()
         await made.services("scorer", "generator")
-        sinks = [await made.service("sink") for _ in range(2)]
         producers = [await made.service("prompt-producer") for _ in range(2)]
+        sinks = [await made.service("sink") for _ in range(2)]
         config = await judged(made, "eval")
         await made.filled(config, "rollouts", 8)
-        # Both stand by until one is given the role; which one, the group protocol says.
-        for children, path in ((producers, "ledger"), (sinks, "ledger")):
-            before = await made.written(config, path)
-            await made.kill(children[0])
-            await made.filled(config, path, before + 4)
+        for children, writes in ((producers, Issued), (sinks, Ended)):
+            await made.kill(await in_office(children, made))
+            killed_s, before = time.monotonic(), await count(made, config, writes)
+            assert before < ROWS, "there was nothing left to do"
+            await in_office(children, made)
+            while await count(made, config, writes) <= before:
+                assert time.monotonic() < killed_s + 90, made.logs()
+                await asyncio.sleep(0.2)
+            print(f"{children[0].name}: followed after {time.monotonic() - killed_s:.1f} s")
         await made.done(config, timeout_s=150)
         ledger = await made.records(config, "ledger")
         issued = Counter(record.n for record in ledger if isinstance(record, Issued))
-        assert set(issued.values()) == {1}
-        ends = Counter(record.n for record in ledger if isinstance(record, Ended))
+        assert issued == dict.fromkeys(range(ROWS), 1)
         books = await made.books(config)
         assert books.balanced
-        assert books.delivered == len(issued) == len(ends)
+        assert books.delivered == ROWS
         lines = (Path(config.sink.out) / "samples.jsonl").read_text().splitlines()
-        assert len(lines) == len({json.loads(line)["question"] for line in lines}) * K
-        assert len(lines) == books.delivered * K
+        rows = Counter(json.loads(line)["question"] for line in lines)
+        assert rows == {f"Say {n}.": K for n in range(ROWS)}
 
 
 async def test_the_trainer_sink_is_killed_between_offer_and_acknowledgement(
@@ -108,9 +124,7 @@ async def test_the_trainer_sink_is_killed_between_offer_and_acknowledgement(
         for step in range(5):
             await batch()
             if step in (1, 3):
-                holder = await active(made, sinks, "trainer API")
-                assert holder.process is not None
-                holder.process.kill()
+                signalled(await in_office(sinks, made), signal.SIGKILL)
                 # The trainer has lost it too: it comes again, the same, and marked.
                 client = TrainerClient(client_url)
                 await batch()
@@ -118,6 +132,10 @@ async def test_the_trainer_sink_is_killed_between_offer_and_acknowledgement(
         await made.done(config, timeout_s=120)
         assert len(taken) == 5
         assert again == 2
+        # The tokens hold the row's question, so that they tell groups apart.
+        samples = Counter(tuple(tokens) for batch in taken.values() for tokens in batch)
+        assert set(samples.values()) == {K}
+        assert len(samples) == 5 * 8 // K
         books = await made.books(config)
         assert books.balanced
         assert books.delivered == 5 * 8 // K

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Engine, rig
+from rig import Engine, page, rig
 
-from rollstream.services.cli.processes import Child
 from rollstream.services.cli.up import SERVICES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
-
-
-async def page(child: Child, path: str) -> tuple[int, str]:
-    """Status and text of one of a service's pages."""
-    found = re.search(r'"health_port":(\d+)', child.log.read_text())
-    assert found, child.log.read_text()
-
-    def get() -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}{path}", timeout=5) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    return await asyncio.to_thread(get)
 
 
 async def test_pages_of_all_services(broker: str, prefix: str, tmp_path: Path):

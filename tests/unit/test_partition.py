@@ -201,3 +201,30 @@ def test_a_zombies_output_between_ours_is_not_hidden_by_the_hint():
     commit = machine.commit()
     assert commit is not None
     assert (commit.offset, commit.hint.out_position, machine.has_gap) == (2, 2, False)
+
+
+def test_a_park_of_an_earlier_try_leaves_a_later_one_to_do():
+    """Put back while the first try still ran here: what was put back is not lost with it."""
+    machine = Partition(1)
+    assert machine.read(0, Unit(0)) is Verdict.WORK
+    assert machine.read(1, Unit(0), redrives=1) is Verdict.JOINED
+    machine.finished(Unit(0), K, 0, parked=0)
+    assert machine.in_flight(Unit(0))
+    commit = machine.commit()
+    assert commit is not None
+    assert commit.offset == 1
+    again = Partition(1, committed=commit.offset, hint=commit.hint)
+    assert again.read(1, Unit(0), redrives=1) is Verdict.WORK
+    again.found(Unit(0), K, 1, parked=0)  # the same park once more, by a zombie
+    assert again.in_flight(Unit(0))
+    again.finished(Unit(0), K, 2, parked=1)
+    assert not again.in_flight(Unit(0))
+
+
+def test_a_try_that_ends_the_group_ends_the_later_ones_too():
+    machine = Partition(1)
+    machine.read(0, Unit(0))
+    machine.read(1, Unit(0), redrives=1)
+    machine.finished(Unit(0), K, 0)
+    assert not machine.in_flight(Unit(0))
+    assert machine.next_offset == 2

@@ -35,10 +35,12 @@ from rollstream.shared.redrive import (
     NotRedrivable,
     State,
     group_record,
+    opened_again,
     records_in,
     states,
 )
-from rollstream.shared.routes import Route, leaves_after
+from rollstream.shared.routes import Route, builtin, leaves_after, stages
+from rollstream.shared.runs import Status
 
 FAILURE = Failure("ZeroDivisionError", "x" * 5000)
 
@@ -76,23 +78,60 @@ PARKED = Ended(n=0, leaf="trainer", outcome=Outcome.PARKED)
 
 def test_what_the_ledger_says_decides():
     assert state([letter()], PARKED) == [State.PARKED]
-    # The sink has not read the parked record yet: putting it back does no harm.
-    assert state([letter()]) == [State.PARKED]
+    # The sink has not read the parked record, or it never was written: its stage died before.
+    assert state([letter()]) == [State.IN_FLIGHT]
     assert state([letter()], PARKED, Redriven(n=0)) == [State.REDRIVEN]
     assert state([letter()], PARKED, Redriven(n=0), Ended(
         n=0, leaf="trainer", outcome=Outcome.DELIVERED)) == [State.ENDED]
     again = [letter(), letter(redrives=1)]
-    assert state(again, PARKED, Redriven(n=0)) == [State.SUPERSEDED, State.PARKED]
-    evidence = letter(error=Failure("undecodable", "?"))
-    assert state([evidence, letter(n=-1)]) == [State.EVIDENCE, State.EVIDENCE]
+    assert state(again, PARKED, Redriven(n=0)) == [State.SUPERSEDED, State.IN_FLIGHT]
+    parked_again = Ended(n=0, leaf="trainer", outcome=Outcome.PARKED, redrives=1)
+    assert state(again, PARKED, Redriven(n=0), parked_again) == [State.SUPERSEDED, State.PARKED]
+
+
+def test_a_group_parked_further_down_is_put_back_there():
+    """The first stage's letter is of an earlier try: its own work is done."""
+    further_down = letter(stage="teacher-distiller", redrives=1)
+    parked_again = Ended(n=0, leaf="trainer", outcome=Outcome.PARKED, redrives=1)
+    located = [Letter(0, at, one) for at, one in enumerate([letter(), further_down])]
+    rows = stages(builtin(), "rl", teacher=True)
+    ledger = books(PARKED, Redriven(n=0), parked_again)
+    assert [found for _, found in states(located, ledger, rows)] == [State.REDRIVEN, State.PARKED]
+
+
+def test_evidence_is_what_never_was_a_group_and_hides_no_letter():
+    bad = Failure("undecodable", "?")
+    sample = letter(error=bad, inputs=inputs(rollout(0)))
+    assert state([letter(), sample, letter(n=-1)], PARKED) == [
+        State.PARKED, State.EVIDENCE, State.EVIDENCE
+    ]
+    group = letter(error=bad, inputs=inputs(group_of([rollout(0), rollout(1)])))
+    assert state([group], PARKED) == [State.PARKED]
+
+
+def test_a_sample_that_can_not_be_read_stays_the_error_that_it_was():
+    (_, headers) = encode(rollout(0))
+    torn = [Input(0, b"{", headers), *inputs(rollout(1))]
+    group = group_record(letter(), records_in(torn, run()))
+    assert [s.error.type if s.error else None for s in group.samples] == ["undecodable", None]
+    assert group.row.question == "?"
+
+
+@pytest.mark.parametrize(("reason", "status"), [
+    ("all rows done", Status.RUNNING), ("stopped", Status.STOPPED),
+    ("stopped; redriven groups", Status.STOPPED), ("", Status.RUNNING),
+])
+def test_a_stopped_run_is_opened_as_stopped(reason: str, status: Status):
+    assert opened_again(reason)[0] is status
+    assert opened_again(opened_again(reason)[1])[0] is status
 
 
 def test_rollouts_become_one_group_and_a_group_is_put_back_as_it_was():
-    group = group_record(letter(), records_in(inputs(rollout(1), rollout(0))))
+    group = group_record(letter(), records_in(inputs(rollout(1), rollout(0)), run()))
     assert ([sample.i for sample in group.samples], group.redrives) == ([0, 1], 1)
     once = group_of([rollout(0), rollout(1)])
     once.redrives = 1
-    assert group_record(letter(redrives=1), records_in(inputs(once))).redrives == 2
+    assert group_record(letter(redrives=1), records_in(inputs(once), run())).redrives == 2
 
 
 @pytest.mark.parametrize(("given", "why"), [
@@ -100,7 +139,7 @@ def test_rollouts_become_one_group_and_a_group_is_put_back_as_it_was():
 ])
 def test_what_gives_no_group_says_why(given: list[Input], why: str):
     with pytest.raises(NotRedrivable, match=why):
-        group_record(letter(), records_in(given))
+        group_record(letter(), records_in(given, run()))
 
 
 @pytest.mark.parametrize(("chosen", "takes"), [
