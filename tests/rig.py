@@ -209,9 +209,10 @@ def signalled(child: Child, number: int) -> None:
 
 
 async def page(child: Child, path: str) -> tuple[int, str]:
-    """Status and text of one of a service's pages."""
-    ports = re.findall(r'"health_port":(\d+)', child.log.read_text())
-    assert ports, child.log.read_text()
+    """Status and text of one of a service's pages. Raises OSError."""
+    ports = re.findall(r'"health_port":(\d+)', said := child.log.read_text())
+    if not ports:
+        raise ConnectionError(f"{child.log} names no port yet: {said}")
 
     def get() -> tuple[int, str]:
         try:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 K = 2
 IN_FLIGHT = 16
-SLOW_N, SLOW_S = 7, 45
+SLOW_N, SLOW_S = 7, 60
 SESSION_S = 6
 
 
@@ -94,7 +94,10 @@ async def test_one_to_four_generators_and_back(
     broker: str, prefix: str, tmp_path: Path, slow_head: Engine, request: pytest.FixtureRequest
 ):
     """Work in flight survives, what has finished is not done again, a slow answer stops nobody."""
-    groups = 100
+    # The embedded broker keeps no commit metadata: less is admitted at a time, and a new owner can't
+    # know what an old one is still at and begins that again. What has *finished* is in the output.
+    embedded = "embedded" in request.node.name
+    groups = 120 if embedded else 240
     async with rig(broker, prefix, tmp_path, slow_head.url) as made:
         made.judge()
         flags = ("--max-in-flight", str(IN_FLIGHT))
@@ -105,16 +108,14 @@ async def test_one_to_four_generators_and_back(
         generators += [await made.service("generator", *flags) for _ in range(3)]
         await shared_out(made, config, generators)
         joined_s = time.time()
-        for child in generators[1:]:
-            assert await made.leave(child) == 0
+        leaving = [asyncio.create_task(made.leave(child)) for child in generators[1:]]
+        await asyncio.sleep(1)
         assert (await made.books(config)).delivered < groups, "it was over before they left"
+        assert await asyncio.gather(*leaving) == [0, 0, 0]
         await made.done(config, timeout_s=200)
 
         found = await reckon(made, config, groups=groups)
         assert (found.delivered, found.lost, found.doubled, found.torn) == (groups, 0, 0, 0)
-        # The embedded broker keeps no commit metadata: a new owner can't know what an old one is
-        # still at, and begins that again. What has *finished* is in the output in any case.
-        embedded = "embedded" in request.node.name
         assert found.again <= (3 * IN_FLIGHT if embedded else 0)
         assert found.repeated == 0
         # The slow ones were at work all the time; the others went on beside them.
