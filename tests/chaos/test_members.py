@@ -94,7 +94,7 @@ async def test_one_to_four_generators_and_back(
     broker: str, prefix: str, tmp_path: Path, slow_head: Engine, request: pytest.FixtureRequest
 ):
     """Work in flight survives, what has finished is not done again, a slow answer stops nobody."""
-    # The embedded broker keeps no commit metadata: less is admitted at a time, and a new owner can't
+    # The embedded broker keeps no commit metadata: less is admitted at a time; a new owner can't
     # know what an old one is still at and begins that again. What has *finished* is in the output.
     embedded = "embedded" in request.node.name
     groups = 120 if embedded else 240
