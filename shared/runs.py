@@ -144,6 +144,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 256
     max_attempts: int = 3
     shuffle_seed: int | None = None
+    exclude_done: str = ""
+    """A run that is done: rows that it has delivered are left out, by content."""
     seed: int = 0
     filters: Filters = Filters()
     teacher: Teacher = Teacher()

@@ -66,6 +66,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "complete"
     min_viable: Annotated[int, Meta(ge=1, description="rewarded samples that are enough")] = 1
     advantage: Annotated[str, Meta(description="mean, std, rloo, none, module:function")] = "mean"
+    exclude_done: Annotated[
+        str, Meta(description="leave out the rows that this earlier run has delivered, by content")
+    ] = ""
     shuffle_seed: Annotated[int, Meta(description="shuffle rows; default: in order")] | None = None
     seed: Annotated[int, Meta(description="of all request seeds")] = 0
     include_messages: (

@@ -31,6 +31,7 @@ from rollstream.shared.step import Blocked
 from rollstream.shared.topics import runs_topic
 
 from .admission import over, room, standing
+from .done_rows import row_hash
 from .expiry import ExpiryWatch
 from .plan import Plan, last_group, request_seed
 from .running import Running
@@ -130,7 +131,7 @@ class Production:
         source = self._sources[place.source]
         issued = Issued(
             n=n, k=run.group_size, env=source.ref.id, row_index=place.row_index,
-            epoch=place.epoch,
+            epoch=place.epoch, row_hash=row_hash(source.rows[place.row_index]),
         )
         partition = n % run.partitions
         await self._writer.send(self._context.topic("ledger"), partition, issued,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
+from rollstream.shared.brokers.connection import client_options
 from rollstream.shared.brokers.room import BrokerRoom
+from rollstream.shared.bus import Bus
 from rollstream.shared.environments.library import Library
 from rollstream.shared.role import Active, run_active
 from rollstream.shared.routes import Route
@@ -13,6 +16,7 @@ from rollstream.shared.runs import Refusal, RunConfig
 from rollstream.shared.service import RunContext
 from rollstream.shared.settings import ServiceSettings
 
+from .done_rows import delivered_rows, row_hash
 from .produce import produce
 from .sources import Source, open_source
 
@@ -58,7 +62,23 @@ class PromptProducer:
         """Nothing outlives a run here."""
 
     async def _open(self, run: RunConfig) -> list[Source]:
-        return [
+        sources = [
             await asyncio.to_thread(open_source, source, self._library)
             for source in run.environments
         ]
+        if not run.exclude_done:
+            return sources
+        settings = self._settings
+        bus = Bus(
+            settings.brokers, f"{self.name}-rows-{os.getpid()}", client_options(settings.security)
+        )
+        done = await delivered_rows(bus, run)
+        kept = [
+            Source(source.ref, [row for row in source.rows if row_hash(row) not in done])
+            for source in sources
+        ]
+        for source, declared in zip(kept, run.environments, strict=True):
+            if not source.rows:
+                name = declared.id or declared.dataset
+                raise Refusal("exclude_done", run.exclude_done, f"it has done all rows of {name}")
+        return kept
