@@ -94,8 +94,8 @@ async def test_one_to_four_generators_and_back(
     broker: str, prefix: str, tmp_path: Path, slow_head: Engine, request: pytest.FixtureRequest
 ):
     """Work in flight survives, what has finished is not done again, a slow answer stops nobody."""
-    # The embedded broker keeps no commit metadata: less is admitted at a time, and a new owner
-    # can't know what an old one is still at, and begins it again. What has *finished* it finds.
+    # The embedded broker keeps no commit metadata: less is admitted at a time; a new owner can't
+    # know what an old one is still at: it begins that again, but nothing that has finished.
     embedded = "embedded" in request.node.name
     groups = 120 if embedded else 240
     async with rig(broker, prefix, tmp_path, slow_head.url) as made:
