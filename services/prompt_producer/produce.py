@@ -117,12 +117,17 @@ class Production:
         first = books.next_n
         numbers = [*books.missing, *range(first, first + groups)][:groups]
         partitions = self._context.run.partitions
-        for start in range(0, len(numbers), partitions):
-            lot: dict[int, int] = {}
-            for n in numbers[start:start + partitions]:
-                lot.setdefault(n % partitions, n)
-            # waits: each send has a deadline
-            await asyncio.gather(*(self._issue(books, n) for n in lot.values()))
+        lines: dict[int, list[int]] = {}
+        for n in sorted(numbers):
+            lines.setdefault(n % partitions, []).append(n)
+
+        async def issue(line: list[int]) -> None:
+            # One after the other: after a crash only a partition's last group can be incomplete.
+            for n in line:
+                await self._issue(books, n)
+
+        # waits: each send has a deadline
+        await asyncio.gather(*(issue(line) for line in lines.values()))
         self._context.progress.last_progress_s = time.time()
 
     async def _issue(self, books: Ledger, n: int) -> None:
