@@ -155,11 +155,14 @@ async def test_a_redrive_that_was_killed_in_between_is_completed_by_the_next(
         assert "put back 0 groups" in told
         assert "running again" in told
         await made.done(config)
-        await made.stands(config, parked=0 + ROWS - 2, delivered=2)  # group 0 was there, too
+        # Group 0 lies there, too; nobody waits for it, so it may or may not have ended by then.
+        books = await made.books(config)
+        assert books.delivered in (1, 2)
+        assert (books.parked, books.in_flight) == (ROWS - books.delivered, 0)
         two_at_once = await asyncio.gather(
             made.command("dlq", "redrive", "judged"), made.command("dlq", "redrive", "judged")
         )
-        assert any(f"put back {ROWS - 2} groups" in told for told in two_at_once)
+        assert all("put back" in told for told in two_at_once)
         await made.done(config)
         await made.stands(config, parked=0, delivered=ROWS, in_flight=0)
         assert len(made.dataset(config)) == ROWS
