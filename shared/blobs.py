@@ -210,6 +210,11 @@ class Blobs:
 def open_store(uri: str) -> Any:
     """The store behind a URI; it is not asked yet. Raises ConfigError."""
     parts = urlsplit(uri)
+    if "@" in parts.netloc:
+        # Not shown: a run's record is no place for a secret, nor is an error message.
+        raise ConfigError("blobs.uri", "?", "give file:///folder, or s3://bucket without a secret")
+    if parts.scheme == "file" and parts.netloc:
+        raise ConfigError("blobs.uri", uri, "give file:///folder, with three slashes")
     if parts.scheme not in SCHEMES or not (parts.netloc or parts.path.strip("/")):
         raise ConfigError("blobs.uri", uri, "give file:///folder, s3://bucket or gs://bucket/path")
     try:

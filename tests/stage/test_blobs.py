@@ -175,7 +175,8 @@ async def test_the_objects_of_a_run_are_listed_and_removed(tmp_path: Path):
     assert len(objects(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("uri", ["ftp://x/y", "/folder", "s3://", "file://", "blobs"])
+@pytest.mark.parametrize("uri", [
+    "ftp://x/y", "s3://key:secret@bucket", "file://data/x", "/folder", "s3://", "file://", "blobs"])
 def test_a_bad_uri_names_the_field_and_the_fix(uri: str):
     with pytest.raises(ConfigError, match=r"blobs.uri = .*: give file:///folder"):
         open_store(uri)
