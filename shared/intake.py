@@ -6,17 +6,17 @@ deadline has passed.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import start, stop
 from rollstream.shared.codec import Undecodable, decode, header_int, header_text
+from rollstream.shared.commits import ask_commits
 from rollstream.shared.dead_letters import parked_stub, slot_rollout
 from rollstream.shared.groups import Assembler, OpenGroup
 from rollstream.shared.partition import Partition, Verdict
@@ -250,19 +250,16 @@ class Intake:
         """Per partition how far the stage that writes our input has committed its own input."""
         run, route = self._context.run, self._context.route
         writer = next(s for s in run.stages if s.output == route.input)
-        group = RunContext(run, writer, self._context.bus).group
-        topic = self._context.topic(writer.input or "")
-        tps = [TopicPartition(topic, p) for p in range(run.partitions)]
+        upstream, partitions = RunContext(run, writer, self._context.bus), range(run.partitions)
         admin = self._context.bus.admin()
         await start(admin)
         try:
-            asked = admin.list_consumer_group_offsets(group, partitions=tps)
-            answer = await asyncio.wait_for(asked, 30)
+            commits = await ask_commits(admin, upstream, partitions)
         except (KafkaError, TimeoutError, OSError):
             return {}
         finally:
             await stop(admin)
-        return {tp.partition: commit.offset for tp, commit in answer.items()}
+        return {p: commits[p].offset if p in commits else -1 for p in partitions}
 
 
 def _input(record: ConsumerRecord) -> Input:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Self
 
 from aiokafka import ConsumerRecord
@@ -13,6 +14,7 @@ from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import Ended, Issued, Redriven
 from rollstream.shared.routes import leaves
 from rollstream.shared.runs import RunConfig
+from rollstream.shared.topics import data_topic
 
 
 class LedgerReader:
@@ -23,8 +25,7 @@ class LedgerReader:
 
     def __init__(self, bus: Bus, run: RunConfig) -> None:
         self.books = Ledger(leaves(run.stages), run.partitions)
-        topic = f"{run.prefix}.{run.run}.{run.pipeline}.ledger"
-        self._log = LogReader(bus, topic, range(run.partitions))
+        self._log = _log(bus, run)
 
     async def __aenter__(self) -> Self:
         await self._log.__aenter__()
@@ -54,6 +55,29 @@ class LedgerReader:
                 continue
             if isinstance(record, Issued | Ended | Redriven):
                 self.books.apply(raw.partition, record, raw.timestamp / 1000)
+
+
+def _log(bus: Bus, run: RunConfig) -> LogReader:
+    topic = data_topic(run.prefix, run.run, run.pipeline, "ledger")
+    return LogReader(bus, topic, range(run.partitions))
+
+
+async def ledger_records(
+    bus: Bus, run: RunConfig, timeout_s: float
+) -> AsyncIterator[Issued | Ended | Redriven]:
+    """What the ledger holds now, record by record: for what the books keep no memory of.
+
+    Each partition's records come in their order. Raises Lost.
+    """
+    async with _log(bus, run) as log:
+        async for records in log.to_end(timeout_s):
+            for raw in records:
+                try:
+                    record = decode(raw.value, list(raw.headers))
+                except Undecodable:
+                    continue
+                if isinstance(record, Issued | Ended | Redriven):
+                    yield record
 
 
 async def read_ledger(bus: Bus, run: RunConfig, timeout_s: float) -> Ledger:

@@ -12,21 +12,17 @@ further down; what cannot be told apart from a group that may still come counts 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from aiokafka import TopicPartition
-from aiokafka.errors import KafkaError
-
-from rollstream.shared.bus import Lost, start, stop
 from rollstream.shared.codec import header_int
+from rollstream.shared.commits import read_commits
 from rollstream.shared.ledger import Ledger
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import RETENTION, EnvRef, Failure, G, Kind, Rollout, Row, Stop
-from rollstream.shared.routes import Route, leaves
+from rollstream.shared.routes import Route, leaves, way_to
 from rollstream.shared.runs import RunConfig
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
@@ -34,7 +30,6 @@ from rollstream.shared.service import RunContext
 FAILURE = Failure(RETENTION, "its record was deleted before it was read: the topic's retention is "
                   "shorter than the outage was")
 READ_S = 600.0
-ANSWER_S = 30.0
 UNWRITTEN_S = 600.0
 """With no prompt left to compare with, a group issued more recently may not be written yet."""
 
@@ -91,7 +86,7 @@ async def find_lost(
         for p in wanted
     }
     coming = await _unwritten(context, books, wanted, in_flight)
-    for route in _before(run.stages, context.route):
+    for route in way_to(run.stages, context.route)[1:-1]:
         coming |= await _ahead(context, route, wanted)
     present = await _units(context, context.route, dict.fromkeys(wanted, 0), samples=samples)
     return {
@@ -103,16 +98,6 @@ def _open(books: Ledger, stages: list[Route]) -> dict[int, int]:
     return {
         n: books.samples(leaf, n) for leaf in leaves(stages) for n in books.open_groups(leaf)
     }
-
-
-def _before(stages: list[Route], route: Route) -> list[Route]:
-    """The stages between the producer and this one, the first one first."""
-    found: list[Route] = []
-    writer = next((s for s in stages if s.output == route.input), None)
-    while writer is not None and writer.input is not None:
-        found.insert(0, writer)
-        writer = next((s for s in stages if s.output == found[0].input), None)
-    return found
 
 
 async def _unwritten(
@@ -141,21 +126,9 @@ async def _unwritten(
 
 async def _ahead(context: RunContext, route: Route, partitions: list[int]) -> set[int]:
     """Groups of which a stage has records at or above what it has committed."""
-    topic = context.topic(route.input or "")
-    asked = [TopicPartition(topic, p) for p in partitions]
-    group = RunContext(context.run, route, context.bus).group
-    admin = context.bus.admin()
-    try:
-        await start(admin)
-        answer = await asyncio.wait_for(
-            admin.list_consumer_group_offsets(group, partitions=asked), ANSWER_S
-        )
-    except (KafkaError, TimeoutError) as error:
-        raise Lost(f"could not read the commits of {group}: {error}") from error
-    finally:
-        await stop(admin)
-    starts = {tp.partition: max(0, commit.offset) for tp, commit in answer.items()}
-    found = await _units(context, route, {p: starts.get(p, 0) for p in partitions})
+    commits = await read_commits(RunContext(context.run, route, context.bus), partitions)
+    starts = {p: commits[p].offset if p in commits else 0 for p in partitions}
+    found = await _units(context, route, starts)
     return {unit.n for unit in found}
 
 

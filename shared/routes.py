@@ -209,10 +209,18 @@ def leaves(run_stages: Iterable[Route]) -> list[str]:
     return [route.leaf for route in run_stages if route.leaf]
 
 
+def way_to(run_stages: Iterable[Route], route: Route) -> list[Route]:
+    """The stages from the producer to this one, both included."""
+    rows, way = list(run_stages), [route]
+    while way[0].input is not None:
+        way.insert(0, next(row for row in rows if row.output == way[0].input))
+    return way
+
+
 def leaves_after(run_stages: Iterable[Route], instance: str) -> list[str]:
     """The leaves that a stage's output leads to, its own name where it is one."""
     rows = list(run_stages)
-    [reached] = [{row.instance} for row in rows if row.instance == instance] or [set()]
+    reached = {row.instance for row in rows if row.instance == instance}
     while True:
         outputs = {row.output for row in rows if row.instance in reached and row.output}
         further = reached | {row.instance for row in rows if row.input in outputs}

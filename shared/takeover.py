@@ -5,15 +5,13 @@ The own output is the truth; commit and hint only shorten the read (`delivery.md
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
 import structlog
-from aiokafka import ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka import ConsumerRecord
 
-from rollstream.shared.bus import Lost, start, stop
 from rollstream.shared.codec import header_int, header_text
+from rollstream.shared.commits import read_commits
 from rollstream.shared.frontier import decode_hint
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.output_tail import read_to_end
@@ -23,7 +21,7 @@ from rollstream.shared.runs import RunConfig
 from rollstream.shared.seen import Unit
 from rollstream.shared.service import RunContext
 
-COMMITS_TIMEOUT_S = 30.0
+ENDS_TIMEOUT_S = 30.0
 
 
 async def machines_from_commits(
@@ -33,24 +31,8 @@ async def machines_from_commits(
     machines = {p: Partition(context.run.partitions) for p in partitions}
     if not machines:
         return machines
-    topic = context.topic(context.route.input or "")
-    admin = context.bus.admin()
-    await start(admin)
-    try:
-        # Asked for by name: without partitions the embedded broker cuts the connection.
-        asked = [TopicPartition(topic, p) for p in machines]
-        answer = await asyncio.wait_for(
-            admin.list_consumer_group_offsets(context.group, partitions=asked), COMMITS_TIMEOUT_S
-        )
-    except (KafkaError, TimeoutError) as error:
-        raise Lost(f"could not read the commits of {context.group}: {error}") from error
-    finally:
-        await stop(admin)
-    for tp, commit in answer.items():
-        if commit.offset >= 0:
-            machines[tp.partition] = machine_from_commit(
-                context.run, commit.offset, commit.metadata
-            )
+    for p, commit in (await read_commits(context, machines)).items():
+        machines[p] = machine_from_commit(context.run, commit.offset, commit.metadata)
     return machines
 
 
@@ -81,7 +63,7 @@ async def deleted_unread(
     async with LogReader(context.bus, topic, positions) as log:
         first = await log.first(positions)
         log.position = dict(first)
-        ends = await log.ends(COMMITS_TIMEOUT_S)
+        ends = await log.ends(ENDS_TIMEOUT_S)
     tell = structlog.get_logger().bind(
         run=context.run.run, stage=context.route.instance, topic=topic
     )

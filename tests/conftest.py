@@ -100,3 +100,12 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     await started.start()
     yield started
     await started.stop()
+
+
+@pytest_asyncio.fixture
+async def scripted(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
+    """An engine that gives the `ANSWERS` of the test's module."""
+    started = Engine(tmp_path / "scripted", request.module.ANSWERS)
+    await started.start()
+    yield started
+    await started.stop()

@@ -11,20 +11,22 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Bus, start, stop
 from rollstream.shared.codec import header_int, header_text
+from rollstream.shared.commits import ANSWER_S, ask_commits
 from rollstream.shared.frontier import decode_hint
 from rollstream.shared.ledger import LeafBooks, Ledger
 from rollstream.shared.ledger_reader import LedgerReader
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.redrive import TO
-from rollstream.shared.routes import Route, leaves
+from rollstream.shared.routes import Route, leaves, way_to
 from rollstream.shared.runs import RunConfig
 from rollstream.shared.service import RunContext
+from rollstream.shared.topics import data_topic
 from rollstream.shared.watchdog import limit_s
 from rollstream.shared.whereabouts import (
     Committed,
@@ -37,7 +39,6 @@ from rollstream.shared.whereabouts import (
 )
 
 READ_S = 300.0
-ANSWER_S = 30.0
 
 
 class Audit(NamedTuple):
@@ -94,7 +95,7 @@ async def _look(bus: Bus, run: RunConfig) -> Audit:
     for route in run.stages:
         if route.leaf is None:
             continue
-        way = _way(run.stages, route)
+        way = way_to(run.stages, route)
         ways[route.leaf] = [way_route.instance for way_route in way]
         open_groups = [n for n in books.open_groups(route.leaf) if n in issued_then]
         places[route.leaf] = [
@@ -150,37 +151,23 @@ def _topics_in_order(stages: list[Route]) -> Iterator[str]:
                 ready.append(route.output)
 
 
-def _way(stages: list[Route], leaf: Route) -> list[Route]:
-    """The stages from the producer to a leaf."""
-    way = [leaf]
-    while way[0].input is not None:
-        way.insert(0, next(route for route in stages if route.output == way[0].input))
-    return way
-
-
 async def _commits(
     bus: Bus, run: RunConfig, route: Route, admin: AIOKafkaAdminClient
 ) -> dict[int, Committed]:
-    context = RunContext(run, route, bus)
-    topic = context.topic(route.input or "")
-    asked = [TopicPartition(topic, p) for p in range(run.partitions)]
-    answer = await asyncio.wait_for(
-        admin.list_consumer_group_offsets(context.group, partitions=asked), ANSWER_S
-    )
+    commits = await ask_commits(admin, RunContext(run, route, bus), range(run.partitions))
     found: dict[int, Committed] = {}
-    for tp, commit in answer.items():
-        if commit.offset >= 0:
-            hint = decode_hint(commit.metadata)
-            if hint is None:
-                found[tp.partition] = Committed(commit.offset)
-            elif hint.log_id == run.log_id:
-                found[tp.partition] = Committed(commit.offset, hint.read_to)
+    for p, commit in commits.items():
+        hint = decode_hint(commit.metadata)
+        if hint is None:
+            found[p] = Committed(commit.offset)
+        elif hint.log_id == run.log_id:
+            found[p] = Committed(commit.offset, hint.read_to)
     return found
 
 
 async def _topic(bus: Bus, run: RunConfig, kind: str, wanted: set[int]) -> _Topic:
     topic = _Topic({}, {})
-    name = f"{run.prefix}.{run.run}.{run.pipeline}.{kind}"
+    name = data_topic(run.prefix, run.run, run.pipeline, kind)
     async with LogReader(bus, name, range(run.partitions)) as log:
         await log.rewind()
         async for records in log.to_end(READ_S):

@@ -20,7 +20,7 @@ from rollstream.shared.runs import RunConfig
 from rollstream.shared.topics import data_topic
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import known_runs
+from .propose import find_config
 
 READ_S = 600.0
 YOUNG_S = 3600.0
@@ -35,12 +35,10 @@ def main(command: str, argv: list[str]) -> int:
 
     async def work(name: str, reach: Reach, *, remove: bool) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
-        run = (await known_runs(bus, reach.prefix)).runs.get(name)
-        if run is None or run.config is None:
-            raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
-        blobs = Blobs(run.config)
+        config = await find_config(bus, reach.prefix, name)
+        blobs = Blobs(config)
         objects = [one async for one in blobs.objects()]
-        named = await _named(bus, run.config)
+        named = await _named(bus, config)
         orphans = [one for one in objects if one.uri not in named and one.age_s > YOUNG_S]
         size_mib = sum(one.size_bytes for one in objects) / 2**20
         print(f"{name}: {len(objects)} objects, {size_mib:.1f} MiB, {len(orphans)} orphans")

@@ -22,7 +22,7 @@ from rollstream.shared.whereabouts import Place, State, table
 
 from .audit import Audit, audit, stuck
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import known_runs
+from .propose import find_config
 
 READ_S = 300.0
 COLUMNS = (State.ISSUED, State.QUEUED, State.RUNNING, State.WAITING, State.OPEN, State.BUFFERED)
@@ -41,11 +41,9 @@ def main(command: str, argv: list[str]) -> int:
 
     async def work(name: str, reach: Reach, *, as_json: bool) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
-        found = (await known_runs(bus, reach.prefix)).runs.get(name)
-        if found is None or found.config is None:
-            raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
-        seen = await audit(bus, found.config)
-        print(_json(found.config, seen) if as_json else "\n".join(report(found.config, seen)))
+        config = await find_config(bus, reach.prefix, name)
+        seen = await audit(bus, config)
+        print(_json(config, seen) if as_json else "\n".join(report(config, seen)))
         return 0 if _well(seen) else 1
 
     try:

@@ -22,6 +22,7 @@ from rollstream.shared.brokers.broker import free_port
 from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.config import ConfigError, Parser
 from rollstream.shared.ledger_reader import read_ledger
+from rollstream.shared.registry_reader import read_registry
 from rollstream.shared.runs import (
     BlobSettings,
     RunConfig,
@@ -34,7 +35,7 @@ from rollstream.shared.runs import (
 from .books import READ_S, line
 from .connect import open_bus
 from .processes import CannotStart, Children
-from .propose import Refused, known_runs, propose, read_registry
+from .propose import Refused, known_runs, propose
 from .run_settings import RunSettings, local_blobs, to_config
 from .up import Stack, add_flags, run_stack
 

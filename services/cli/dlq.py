@@ -28,7 +28,7 @@ from rollstream.shared.runs import RunConfig
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
 from .letters import READ_S, Inputs, read_ends, read_letters
-from .propose import known_runs
+from .propose import find_config
 from .put_back import put_back
 
 DETAIL_CHARACTERS = 70
@@ -71,25 +71,22 @@ async def _work(
     given: dict[str, Any], reach: Reach, wanted: Filter, rate: float | None
 ) -> int:
     bus = await open_bus(find_brokers(reach.brokers), reach.security)
-    runs = (await known_runs(bus, reach.prefix)).runs
-    run = runs.get(given["RUN"])
-    if run is None or run.config is None:
-        raise ConfigError("RUN", given["RUN"], "no such run; see `rollstream runs list`")
-    letters = await read_letters(bus, run.config)
-    books = await read_ledger(bus, run.config, READ_S)
+    config = await find_config(bus, reach.prefix, given["RUN"])
+    letters = await read_letters(bus, config)
+    books = await read_ledger(bus, config, READ_S)
     found = [
-        (letter, state) for letter, state in states(letters, books, run.config.stages)
+        (letter, state) for letter, state in states(letters, books, config.stages)
         if wanted.takes(letter.letter)
     ]
     match given["action"]:
         case "list":
-            lines = await _lines(bus, run.config, found)
+            lines = await _lines(bus, config, found)
             print("\n".join(lines) or "no dead letters")
             return 0
         case "show":
-            return await _show(bus, run.config, found, _number("N", given["N"]))
+            return await _show(bus, config, found, _number("N", given["N"]))
         case _:
-            return await _redrive(bus, run.config, found, rate, dry_run=given["dry_run"])
+            return await _redrive(bus, config, found, rate, dry_run=given["dry_run"])
 
 
 # -- list, show ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Bus, start, stop
 from rollstream.shared.codec import Undecodable, decode
+from rollstream.shared.ledger_reader import ledger_records
 from rollstream.shared.log_reader import LogReader
 from rollstream.shared.records import DeadLetter, Ended, Input, Outcome
 from rollstream.shared.redrive import Letter, NotRedrivable
@@ -46,17 +47,10 @@ async def read_ends(
 ) -> dict[int, dict[str, Ended]]:
     """How each of these groups ended at each leaf: what the books keep no memory of. Raises Lost.
     """
-    topic = data_topic(config.prefix, config.run, config.pipeline, "ledger")
     ends: dict[int, dict[str, Ended]] = {n: {} for n in numbers}
-    async with LogReader(bus, topic, range(config.partitions)) as log:
-        async for records in log.to_end(READ_S):
-            for record in records:
-                try:
-                    said = decode(record.value, list(record.headers))
-                except Undecodable:
-                    continue
-                if isinstance(said, Ended) and said.n in ends and said.outcome != Outcome.PARKED:
-                    ends[said.n].setdefault(said.leaf, said)
+    async for said in ledger_records(bus, config, READ_S):
+        if isinstance(said, Ended) and said.n in ends and said.outcome != Outcome.PARKED:
+            ends[said.n].setdefault(said.leaf, said)
     return ends
 
 

@@ -20,6 +20,7 @@ from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.config import ConfigError
 from rollstream.shared.control import Answer
 from rollstream.shared.log_reader import LogReader
+from rollstream.shared.registry_reader import read_registry
 from rollstream.shared.runs import (
     Registry,
     Run,
@@ -125,16 +126,6 @@ async def _check_ours(bus: Bus, config: RunConfig) -> None:
         )
 
 
-async def read_registry(bus: Bus, prefix: str) -> Registry:
-    """All runs as the runs topic has them now. Raises Lost."""
-    registry = Registry()
-    async with LogReader(bus, runs_topic(prefix), [0]) as log:
-        async for records in log.to_end(timeout_s=60):
-            for record in records:
-                registry.apply(record.key, record.value)
-    return registry
-
-
 async def known_runs(bus: Bus, prefix: str) -> Registry:
     """The same, or none where nobody has made the runs topic yet. Raises Lost."""
     admin = bus.admin()
@@ -145,6 +136,14 @@ async def known_runs(bus: Bus, prefix: str) -> Registry:
     finally:
         await stop(admin)
     return await read_registry(bus, prefix) if there else Registry()
+
+
+async def find_config(bus: Bus, prefix: str, name: str) -> RunConfig:
+    """The configuration of a run that was started. Raises ConfigError where there is none, Lost."""
+    run = (await known_runs(bus, prefix)).runs.get(name)
+    if run is None or run.config is None:
+        raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
+    return run.config
 
 
 async def _ask(

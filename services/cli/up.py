@@ -24,7 +24,6 @@ import msgspec
 from rollstream.shared import brokers as broker_launcher
 from rollstream.shared.brokers.broker import BrokerError
 from rollstream.shared.brokers.connection import check, client_options
-from rollstream.shared.brokers.room import BrokerRoom
 from rollstream.shared.config import ConfigError, Parser, parse_flags, read_file
 from rollstream.shared.inference.endpoints import Endpoint
 from rollstream.shared.settings import (
@@ -157,11 +156,11 @@ async def _guarded(
     Raises BrokerGone; the services have said the same and ended by then.
     """
     task = asyncio.ensure_future(work)
-    room = BrokerRoom(broker.pid, given.broker_memory_mib * 2**20)
+    cap_bytes = given.broker_memory_mib * 2**20
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=GUARD_S)
-            full = broker.kind == "embedded" and room.used_bytes() >= room.cap_bytes > 0
+            full = broker.kind == "embedded" and broker.rss_bytes() >= cap_bytes > 0
             if full:
                 await asyncio.to_thread(broker.kill)
             if full or not broker.alive():

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 
 from rollstream.shared.bus import Bus
-from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.environments.rows import canonical_json
-from rollstream.shared.log_reader import LogReader
+from rollstream.shared.ledger_reader import ledger_records
 from rollstream.shared.records import Ended, Issued, Outcome, Row
-from rollstream.shared.runs import Refusal, Registry, RunConfig, Status
-from rollstream.shared.topics import data_topic, runs_topic
+from rollstream.shared.registry_reader import read_registry
+from rollstream.shared.runs import Refusal, RunConfig, Status
 
 READ_S = 120.0
 
@@ -30,14 +29,10 @@ async def delivered_rows(bus: Bus, run: RunConfig) -> set[str]:
 
     Raises Refusal where there is no such run, or it goes on: then the rows would change under us.
     """
-    registry = Registry()
-    async with LogReader(bus, runs_topic(run.prefix), [0]) as log:
-        async for records in log.to_end(READ_S):
-            for record in records:
-                registry.apply(record.key, record.value)
-    earlier = registry.runs.get(run.exclude_done)
+    runs = (await read_registry(bus, run.prefix)).runs
+    earlier = runs.get(run.exclude_done)
     if earlier is None or earlier.config is None:
-        known = ", ".join(sorted(registry.runs)) or "none"
+        known = ", ".join(sorted(runs)) or "none"
         raise Refusal("exclude_done", run.exclude_done, f"no such run (there are: {known})")
     if earlier.status is not Status.DONE:
         raise Refusal(
@@ -49,16 +44,9 @@ async def delivered_rows(bus: Bus, run: RunConfig) -> set[str]:
 async def _delivered(bus: Bus, run: RunConfig) -> set[str]:
     rows: dict[int, str] = {}
     delivered: set[int] = set()
-    topic = data_topic(run.prefix, run.run, run.pipeline, "ledger")
-    async with LogReader(bus, topic, range(run.partitions)) as log:
-        async for records in log.to_end(READ_S):
-            for raw in records:
-                try:
-                    record = decode(raw.value, list(raw.headers))
-                except Undecodable:
-                    continue
-                if isinstance(record, Issued) and record.row_hash:
-                    rows[record.n] = record.row_hash
-                elif isinstance(record, Ended) and record.outcome is Outcome.DELIVERED:
-                    delivered.add(record.n)
+    async for record in ledger_records(bus, run, READ_S):
+        if isinstance(record, Issued) and record.row_hash:
+            rows[record.n] = record.row_hash
+        elif isinstance(record, Ended) and record.outcome is Outcome.DELIVERED:
+            delivered.add(record.n)
     return {rows[n] for n in delivered if n in rows}

@@ -7,14 +7,13 @@ admits less, never more.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Self
 
-from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from rollstream.shared.bus import Lost, start, stop
+from rollstream.shared.commits import ask_commits
 from rollstream.shared.frontier import decode_hint
 from rollstream.shared.service import RunContext
 
@@ -28,9 +27,8 @@ class Running:
     def __init__(self, context: RunContext) -> None:
         run = context.run
         self._run = run
-        self._topic = context.topic(context.route.output or "")
         self._readers = [
-            RunContext(run, route, context.bus).group
+            RunContext(run, route, context.bus)
             for route in run.stages if route.input == context.route.output
         ]
         self._admin = context.bus.admin()
@@ -55,19 +53,16 @@ class Running:
         if time.monotonic() - self._asked_s >= ASK_EVERY_S:
             self._asked_s = time.monotonic()
             try:
-                counts = [await self._count(group) for group in self._readers]
+                counts = [await self._count(reader) for reader in self._readers]
                 self._finished = min(counts, default=0)
             except (KafkaError, TimeoutError, OSError):
                 pass
         return self._finished
 
-    async def _count(self, group: str) -> int:
+    async def _count(self, reader: RunContext) -> int:
         run = self._run
-        asked = [TopicPartition(self._topic, p) for p in range(run.partitions)]
-        answer = await asyncio.wait_for(
-            self._admin.list_consumer_group_offsets(group, partitions=asked), ANSWER_S
-        )
-        hints = [decode_hint(commit.metadata) for commit in answer.values() if commit.offset >= 0]
+        commits = await ask_commits(self._admin, reader, range(run.partitions), ANSWER_S)
+        hints = [decode_hint(commit.metadata) for commit in commits.values()]
         return sum(
             hint.seen.samples(run.group_size)
             for hint in hints if hint is not None and hint.log_id == run.log_id

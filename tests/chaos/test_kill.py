@@ -24,14 +24,6 @@ ANSWERS = [{"text": f"{n} + 1 = {n + 1}", "delay_s": 1.0} for n in range(7)]
 ALL = ["sink", "teacher-distiller", "scorer", "generator", "prompt-producer"]
 
 
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", ANSWERS)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
 @pytest.mark.parametrize("victims", [ALL, ["scorer"]], ids=["all-five", "scorers"])
 async def test_kill_under_load(
     broker: str, prefix: str, tmp_path: Path, scripted: Engine, victims: list[str]

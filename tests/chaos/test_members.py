@@ -24,17 +24,11 @@ K = 2
 IN_FLIGHT = 16
 SLOW_N, SLOW_S = 7, 60
 SESSION_S = 6
-
-
-@pytest.fixture
-async def slow_head(tmp_path: Path):
-    """The answers to one row take very long, the others little."""
-    answers = [{"match": f"Say {SLOW_N}.", "text": "At last.", "delay_s": SLOW_S}]
-    answers += [{"text": f"It is {n}.", "delay_s": 1.5} for n in range(7)]
-    engine = Engine(tmp_path / "scripted", answers)
-    await engine.start()
-    yield engine
-    await engine.stop()
+ANSWERS = [
+    # The answers to one row take very long, the others little.
+    {"match": f"Say {SLOW_N}.", "text": "At last.", "delay_s": SLOW_S},
+    *({"text": f"It is {n}.", "delay_s": 1.5} for n in range(7)),
+]
 
 
 async def rows(made: Rig, groups: int, **fields: Any) -> RunConfig:
@@ -62,14 +56,14 @@ async def shared_out(made: Rig, config: RunConfig, members: list[Child]) -> None
 
 
 async def test_a_member_that_hung_past_its_session_does_no_harm(
-    broker: str, prefix: str, tmp_path: Path, slow_head: Engine
+    broker: str, prefix: str, tmp_path: Path, scripted: Engine
 ):
     """SIGSTOP for longer than the session, then SIGCONT: a zombie of each stage in turn.
 
     It finds out that others have its partitions, joins again and gets some back.
     """
     groups = 60
-    async with rig(broker, prefix, tmp_path, slow_head.url) as made:
+    async with rig(broker, prefix, tmp_path, scripted.url) as made:
         made.judge()
         first = await made.services("sink", "scorer", "generator", "prompt-producer")
         second = {name: await made.service(name) for name in ("generator", "scorer", "sink")}
@@ -91,14 +85,14 @@ async def test_a_member_that_hung_past_its_session_does_no_harm(
 
 
 async def test_one_to_four_generators_and_back(
-    broker: str, prefix: str, tmp_path: Path, slow_head: Engine, request: pytest.FixtureRequest
+    broker: str, prefix: str, tmp_path: Path, scripted: Engine, request: pytest.FixtureRequest
 ):
     """Work in flight survives, what has finished is not done again, a slow answer stops nobody."""
     # The embedded broker keeps no commit metadata: less is admitted at a time; a new owner can't
     # know what an old one is still at: it begins that again, but nothing that has finished.
     embedded = "embedded" in request.node.name
     groups = 120 if embedded else 240
-    async with rig(broker, prefix, tmp_path, slow_head.url) as made:
+    async with rig(broker, prefix, tmp_path, scripted.url) as made:
         made.judge()
         flags = ("--max-in-flight", str(IN_FLIGHT))
         started = await made.services("sink", "scorer", "prompt-producer")
@@ -129,11 +123,11 @@ async def test_one_to_four_generators_and_back(
 
 
 async def test_members_without_a_partition_are_healthy_and_take_over(
-    broker: str, prefix: str, tmp_path: Path, slow_head: Engine
+    broker: str, prefix: str, tmp_path: Path, scripted: Engine
 ):
     """Three generators for one partition: two have nothing to do until the third is killed."""
     groups = 20
-    async with rig(broker, prefix, tmp_path, slow_head.url) as made:
+    async with rig(broker, prefix, tmp_path, scripted.url) as made:
         made.judge()
         await made.services("sink", "scorer", "prompt-producer")
         generators = [await made.service("generator") for _ in range(3)]
@@ -153,11 +147,11 @@ async def test_members_without_a_partition_are_healthy_and_take_over(
 
 @pytest.mark.kafka
 async def test_deleted_commits_are_rebuilt_from_the_log(
-    real_kafka: str, prefix: str, tmp_path: Path, slow_head: Engine
+    real_kafka: str, prefix: str, tmp_path: Path, scripted: Engine
 ):
     """The consumer groups of three stages are deleted in mid-run; nothing is generated again."""
     names, groups = ("generator", "scorer", "sink"), 40
-    async with rig(real_kafka, prefix, tmp_path, slow_head.url) as made:
+    async with rig(real_kafka, prefix, tmp_path, scripted.url) as made:
         made.judge()
         started = await made.services("sink", "scorer", "generator", "prompt-producer")
         config = await rows(made, groups, max_in_flight=8)

@@ -12,14 +12,7 @@ from rollstream.shared.records import DeadLetter
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROWS, K = 8, 2
-
-
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", [{"text": "It is 1.", "delay_s": 0.5}])
-    await engine.start()
-    yield engine
-    await engine.stop()
+ANSWERS = [{"text": "It is 1.", "delay_s": 0.5}]
 
 
 def headers(n: int, i: int | None = None) -> list[tuple[str, bytes]]:

@@ -22,14 +22,6 @@ ANSWERS = [{"text": f"{n} + 1 = {n + 1}", "delay_s": 2.0} for n in range(7)]
 INPUT = {"generator": "prompts", "scorer": "rollouts", "sink": "scored"}
 
 
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", ANSWERS)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
 async def ends(made: Rig, topic: str, partitions: int) -> dict[int, int]:
     async with LogReader(made.bus, topic, range(partitions)) as log:
         await log.rewind()

@@ -22,14 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROWS, K = 40, 2
 AT_WORK = ("working", "serving", "waiting for a trainer")
-
-
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", [{"text": "It is 1.", "delay_s": 0.8}])
-    await engine.start()
-    yield engine
-    await engine.stop()
+ANSWERS = [{"text": "It is 1.", "delay_s": 0.8}]
 
 
 async def in_office(children: list[Child], made: Rig) -> Child:

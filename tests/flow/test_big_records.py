@@ -13,14 +13,7 @@ from rollstream.shared.runs import BlobSettings
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROWS, K = 6, 2
-
-
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", [{"text": "It is 1."}])
-    await engine.start()
-    yield engine
-    await engine.stop()
+ANSWERS = [{"text": "It is 1."}]
 
 
 async def test_big_records_go_by_way_of_the_store(

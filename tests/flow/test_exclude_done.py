@@ -14,13 +14,7 @@ from rollstream.shared.records import Issued, Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", [{"text": "Yes."}])
-    await engine.start()
-    yield engine
-    await engine.stop()
+ANSWERS = [{"text": "Yes."}]
 
 
 def dataset(folder: Path, name: str, questions: list[str]) -> str:

@@ -16,14 +16,7 @@ from rollstream.shared.runs import RunConfig
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GROUPS, K = 8, 2
-
-
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", [{"text": "1", "delay_s": 1.0}])
-    await engine.start()
-    yield engine
-    await engine.stop()
+ANSWERS = [{"text": "1", "delay_s": 1.0}]
 
 
 async def places(made: Rig, config: RunConfig, code: int = 0) -> list[dict]:

@@ -31,14 +31,6 @@ STRICT = [
 SERVICES = ("sink", "scorer", "generator", "prompt-producer")
 
 
-@pytest.fixture
-async def scripted(tmp_path: Path):
-    engine = Engine(tmp_path / "scripted", ANSWERS)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
 async def judged(made: Rig, **fields: Any) -> RunConfig:
     return await made.run("sft", "judged", env="judge_env", env_args={"rows": ROWS},
                           group_size=K, epochs=1, **fields)
@@ -150,10 +142,10 @@ async def test_a_redrive_that_was_killed_in_between_is_completed_by_the_next(
         await writer.close()
         await made.stands(config, parked=ROWS - 1, in_flight=1)
 
-        # Group 1 is on its way already, and nothing is put back for it: the run is opened.
+        # Group 1 is on its way already, and nothing is put back for it: the run is opened, by the
+        # command or, if it read the ledger only now, by the producer that had ended the run.
         told = await made.command("dlq", "redrive", "judged", "--groups", "1")
         assert "put back 0 groups" in told
-        assert "running again" in told
         await made.done(config)
         # Group 0 lies there, too; nobody waits for it, so it may or may not have ended by then.
         books = await made.books(config)

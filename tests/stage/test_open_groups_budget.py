@@ -52,8 +52,12 @@ async def read_all(bus: Bus, topic: str, budget_bytes: int) -> tuple[list[Work],
 
 @pytest.fixture
 async def written(broker: str, prefix: str, admin: AIOKafkaAdminClient) -> tuple[Bus, str]:
+    return await write_all(broker, admin, f"{prefix}.rollouts")
+
+
+async def write_all(bootstrap: str, admin: AIOKafkaAdminClient, topic: str) -> tuple[Bus, str]:
     """Sample 0 of every group, then sample 1, ...: all groups are open for long."""
-    bus, topic = Bus(broker, "budget"), f"{prefix}.rollouts"
+    bus = Bus(bootstrap, "budget")
     await admin.create_topics([NewTopic(topic, 1, 1)])
     writer = await bus.writer()
     for i in range(K):
@@ -87,13 +91,7 @@ async def test_what_the_log_no_longer_holds_ends_the_attempt(
 ):
     from aiokafka.admin import RecordsToDelete
 
-    bus, topic = Bus(real_kafka, "budget"), f"{prefix}.rollouts"
-    await kafka_admin.create_topics([NewTopic(topic, 1, 1)])
-    writer = await bus.writer()
-    for i in range(K):
-        for n in range(GROUPS):
-            await writer.send(topic, 0, rollout(n, i))
-    await writer.close()
+    bus, topic = await write_all(real_kafka, kafka_admin, f"{prefix}.rollouts")
     works, _ = await read_all(bus, topic, 0)
     await kafka_admin.delete_records({TopicPartition(topic, 0): RecordsToDelete(4)})
     refetch = Refetch(bus, topic)

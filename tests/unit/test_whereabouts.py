@@ -111,12 +111,12 @@ def test_a_record_that_was_lost_is_named(history: list, stage: int, at: int):
     n, i = topic[offset]
     topic[offset] = (-1, None)
     line.done[stage].add(offset)
-    below = [o for o, (m, j) in enumerate(line.topics[stage - 1])
-             if m == n and (stage == 2 or i is None or j == i)]
+    passed = {(n, j) for j in range(K) if i in (None, j)
+              for o, (m, at_j) in enumerate(line.topics[stage - 1])
+              if m == n and at_j in (None, j) and o < line.committed(stage - 1)}
     lost = [p for p in line.places() if p.state is State.NOWHERE]
-    if min(below) < line.committed(stage - 1):
-        assert {(p.n, p.i) for p in lost} == {(n, j) for j in range(K) if i in (None, j)}
-        assert all("has passed its record" in p.why for p in lost)
+    assert {(p.n, p.i) for p in lost} == passed
+    assert all("has passed its record" in p.why for p in lost)
 
 
 def located(group: InFlight, *path: Stage, newest_n: int = 9) -> list[State]:
