@@ -3,7 +3,8 @@
 Above the run's `blobs.above_bytes` the bodies of a record (row, completions, sequences, samples) go
 to an object, written before the record; what routing, assembly and the books need stays in it. An
 object's name holds the hash of its content: a retry writes the same, nobody overwrites another's,
-and what is read is checked. Objects live as long as the run, longer than any of its topics.
+and what is read is checked. It is encoded as its record is, so that nothing comes back otherwise.
+Objects live as long as the run, longer than any of its topics.
 
     file:///data/blobs    s3://bucket/path    gs://bucket/path    (one library, obstore)
 
@@ -14,19 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import obstore
-from obstore.exceptions import BaseError, NotFoundError
+from obstore.exceptions import BaseError
 
 from rollstream.shared.bus import Writer
 from rollstream.shared.codec import Format, Headers, encode
 from rollstream.shared.config import ConfigError
+from rollstream.shared.durable import replacing
 from rollstream.shared.records import (
     BlobRef,
     Group,
@@ -42,6 +43,10 @@ from rollstream.shared.runs import RunConfig
 LATE_PAUSES_S = (0.1, 0.4, 1.0, 2.0, 4.0, 8.0, 14.0)
 """An object may be seen later than the record that names it: about 30 s of patience."""
 STORE_S = 60.0
+LIST_S = 600.0
+REMOVED_AT_ONCE = 1000
+FAULTS = (BaseError, TimeoutError, OSError, ValueError)
+"""What a store, or the settings of this process for it, can come up with."""
 SCHEMES = ("file", "s3", "gs")
 
 Record = Prompt | Rollout | Group
@@ -107,9 +112,10 @@ class Blobs:
     def __init__(self, run: RunConfig) -> None:
         self._above_bytes = run.blobs.above_bytes
         self._root = run.blobs.uri.rstrip("/")
+        self._local = local_folder(self._root)
         self._folder = f"{run.prefix}/{run.run}"
         self._log_id = run.log_id
-        self._store = open_store(self._root) if self._root else None
+        self._opened: Any = None
 
     async def send(
         self, writer: Writer, topic: str, partition: int, record: Record, *, key: str,
@@ -120,8 +126,8 @@ class Blobs:
         Raises what `Writer.send` raises, and StoreUnreachable.
         """
         body, own_headers = encode(record, format)
-        if self._store is not None and len(body) > self._above_bytes and record.bodies is None:
-            ref = await self._put(topic.rpartition(".")[2], record)
+        if self._root and len(body) > self._above_bytes and record.bodies is None:
+            ref = await self._put(topic.rpartition(".")[2], record, format)
             body, _ = encode(_without(record, ref), format)
         # The headers are the whole record's: its policy version is in the bodies.
         return await writer.send_bytes(
@@ -136,40 +142,49 @@ class Blobs:
         if record.bodies is None:
             return
         content = await self._get(record.bodies)
+        coding = msgspec.json if record.bodies.uri.endswith(".json") else msgspec.msgpack
         try:
-            _fill(record, msgspec.msgpack.decode(content, type=_Bodies))
+            _fill(record, coding.decode(content, type=_Bodies))
         except msgspec.MsgspecError as error:
             raise BlobCorrupt(f"{record.bodies.uri} can't be read: {error}") from error
 
-    async def _put(self, kind: str, record: Record) -> BlobRef:
-        content = msgspec.msgpack.encode(_bodies(record))
+    async def _put(self, kind: str, record: Record, format: Format) -> BlobRef:
+        coding = msgspec.json if format == "json" else msgspec.msgpack
+        content = coding.encode(_bodies(record))
         digest = hashlib.sha256(content).hexdigest()
         sample = f"-{record.i}" if isinstance(record, Prompt | Rollout) else ""
-        path = f"{self._folder}/{self._log_id}/{kind}/{record.n}{sample}-{digest[:16]}"
+        name = f"{record.n}{sample}-{digest[:16]}.{format}"
+        path = f"{self._folder}/{self._log_id}/{kind}/{name}"
         try:
             async with asyncio.timeout(STORE_S):
-                await obstore.put_async(self._store, path, content)  # type: ignore[arg-type]
-        except (BaseError, TimeoutError, OSError) as error:
+                if self._local is not None:
+                    await asyncio.to_thread(_write, self._local / path, content)
+                else:
+                    # In one request: no half an upload is left behind, nor paid for.
+                    await obstore.put_async(self._store(), path, content, use_multipart=False)
+        except FAULTS as error:
             raise StoreUnreachable(f"could not write {self._root}/{path}: {_why(error)}") from error
         return BlobRef(f"{self._root}/{path}", digest, len(content))
 
     async def _get(self, ref: BlobRef) -> bytes:
-        if self._store is None or not ref.uri.startswith(self._root + "/"):
+        if not self._root or not ref.uri.startswith(f"{self._root}/{self._folder}/"):
             raise BlobMissing(f"{ref.uri} is not in this run's store ({self._root or 'none'})")
         path = ref.uri.removeprefix(self._root + "/")
         for pause_s in (*LATE_PAUSES_S, None):
             try:
                 async with asyncio.timeout(STORE_S):
-                    found = await obstore.get_async(self._store, path)
+                    found = await obstore.get_async(self._store(), path)
                     content = bytes(await found.bytes_async())
-            except (NotFoundError, FileNotFoundError) as error:
+            except FileNotFoundError as error:
                 if not self._there():
-                    raise StoreUnreachable(f"{self._root} is not there: is it mounted?") from error
+                    raise StoreUnreachable(
+                        f"{self._root}/{self._folder} is not here: is it mounted and shared?"
+                    ) from error
                 if pause_s is None:
                     raise BlobMissing(f"{ref.uri} is not there") from error
                 await asyncio.sleep(pause_s)
                 continue
-            except (BaseError, TimeoutError, OSError) as error:
+            except FAULTS as error:
                 raise StoreUnreachable(f"could not read {ref.uri}: {_why(error)}") from error
             if len(content) != ref.size_bytes or hashlib.sha256(content).hexdigest() != ref.sha256:
                 raise BlobCorrupt(f"{ref.uri} is not what was written: {len(content)} bytes, "
@@ -178,51 +193,75 @@ class Blobs:
         raise AssertionError("unreachable")
 
     def _there(self) -> bool:
-        """A folder that is gone, e.g. not mounted, is no folder without objects."""
-        parts = urlsplit(self._root)
-        return parts.scheme != "file" or Path(parts.path).is_dir()
+        """Whether the run's folder is: where it is not mounted no object is missing."""
+        return self._local is None or (self._local / self._folder).is_dir()
 
-    async def objects(self) -> AsyncIterator[Object]:
+    def _store(self) -> Any:
+        """Opened at the first need: a run whose records are small asks no store for anything."""
+        if self._opened is None:
+            self._opened = _open(self._root, self._local)
+        return self._opened
+
+    async def objects(self) -> list[Object]:
         """Everything that any log of this run ever put there. Raises StoreUnreachable."""
-        if self._store is None:
-            return
+        if not self._root or not self._there():
+            return []
+        found: list[Object] = []
         try:
-            for chunk in await asyncio.to_thread(
-                lambda: list(obstore.list(self._store, prefix=self._folder))  # type: ignore[arg-type]
-            ):
-                for one in chunk:
-                    age_s = _age_s(one["last_modified"])
-                    yield Object(f"{self._root}/{one['path']}", one["size"], age_s)
-        except (BaseError, OSError) as error:
+            async with asyncio.timeout(LIST_S):
+                async for chunk in obstore.list(self._store(), prefix=self._folder):
+                    for one in chunk:
+                        age_s = _age_s(one["last_modified"])
+                        found.append(Object(f"{self._root}/{one['path']}", one["size"], age_s))
+        except FileNotFoundError:
+            return []  # the bucket itself is gone
+        except FAULTS as error:
             raise StoreUnreachable(f"could not list {self._root}: {_why(error)}") from error
+        return found
 
     async def remove(self, uris: list[str]) -> None:
         """Remove objects. Raises StoreUnreachable."""
-        paths = [uri.removeprefix(self._root + "/") for uri in uris]
         try:
-            if paths and self._store is not None:
-                async with asyncio.timeout(STORE_S * 10):
-                    await obstore.delete_async(self._store, paths)
-        except (BaseError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(LIST_S):
+                for first in range(0, len(uris), REMOVED_AT_ONCE):
+                    some = uris[first : first + REMOVED_AT_ONCE]
+                    paths = [uri.removeprefix(self._root + "/") for uri in some]
+                    await obstore.delete_async(self._store(), paths)
+        except FAULTS as error:
             raise StoreUnreachable(f"could not remove from {self._root}: {_why(error)}") from error
 
 
-def open_store(uri: str) -> Any:
-    """The store behind a URI; it is not asked yet. Raises ConfigError."""
+def check_uri(uri: str) -> None:
+    """Whether it names a store, as far as that is seen from anywhere. Raises ConfigError."""
     parts = urlsplit(uri)
-    if "@" in parts.netloc:
-        # Not shown: a run's record is no place for a secret, nor is an error message.
-        raise ConfigError("blobs.uri", "?", "give file:///folder, or s3://bucket without a secret")
-    if parts.scheme == "file" and parts.netloc:
-        raise ConfigError("blobs.uri", uri, "give file:///folder, with three slashes")
-    if parts.scheme not in SCHEMES or not (parts.netloc or parts.path.strip("/")):
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            "blobs.uri", "?", "leave credentials and options out: they are each process's own"
+        )
+    path = parts.path.strip("/")
+    named = path and not parts.netloc if parts.scheme == "file" else parts.netloc
+    if parts.scheme not in SCHEMES or not named:
         raise ConfigError("blobs.uri", uri, "give file:///folder, s3://bucket or gs://bucket/path")
-    try:
-        if parts.scheme == "file":
-            return obstore.store.LocalStore(parts.path, mkdir=True)
+
+
+def local_folder(uri: str) -> Path | None:
+    """The folder of a file:// URI, None for any other."""
+    parts = urlsplit(uri)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _open(uri: str, local: Path | None) -> Any:
+    if local is None:
         return obstore.store.from_url(uri)
-    except (BaseError, ValueError, OSError) as error:
-        raise ConfigError("blobs.uri", uri, f"it can't be used: {_why(error)}") from error
+    if not local.is_dir():
+        raise FileNotFoundError(f"no folder {local}")
+    return obstore.store.LocalStore(local, automatic_cleanup=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    # obstore's own local store renames without a sync: a power cut would leave the record alone.
+    with replacing(path) as aside:
+        aside.write_bytes(content)
 
 
 def _age_s(modified: datetime) -> float:

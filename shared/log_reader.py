@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Self
 
-from aiokafka import ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import IllegalStateError, KafkaError, OffsetOutOfRangeError
 
 from rollstream.shared.bus import Bus, Lost, start, stop
 
@@ -26,6 +26,24 @@ class Gone(Lost):
         told = ", ".join(f"[{p}] at {offset}" for p, offset in sorted(partitions.items()))
         super().__init__(f"{topic}: the log does not hold {told}")
         self.partitions = partitions
+
+
+async def has_read_all(consumer: AIOKafkaConsumer, tp: TopicPartition) -> bool:
+    """Whether a group's member stands at the end of its log. Raises Gone where that lies before it.
+
+    By the consumer's own position: it also passes what is no record, e.g. transaction markers.
+    """
+    if tp not in consumer.assignment():
+        return False
+    high_water = consumer.highwater(tp)
+    try:
+        position = await consumer.position(tp)
+    except IllegalStateError:
+        return False
+    if high_water is not None and position > high_water:
+        # The embedded broker says nothing about a position beyond its log's end.
+        raise Gone(tp.topic, {tp.partition: position})
+    return position == high_water
 
 
 class LogReader:
@@ -52,6 +70,24 @@ class LogReader:
     async def rewind(self) -> None:
         """Go to the first record that each partition still keeps. Raises Lost."""
         self.position = await self.first(self.position)
+
+    async def since(self, at_s: float) -> None:
+        """Go to the first record of at least this time, to the end where there is none.
+
+        The embedded broker, which forgets nothing, knows no times: all is read. Raises Lost.
+        """
+        tps = [TopicPartition(self.topic, p) for p in self.position]
+        asked = dict.fromkeys(tps, max(0, int(at_s * 1000)))
+        try:
+            async with asyncio.timeout(30):
+                # The end first: what comes between the two questions must not be passed.
+                ends = await self._consumer.end_offsets(tps)
+                found = await self._consumer.offsets_for_times(asked)
+        except (KafkaError, TimeoutError) as error:
+            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+        self.position = {
+            tp.partition: told.offset if (told := found.get(tp)) else ends[tp] for tp in tps
+        }
 
     async def first(self, partitions: Iterable[int]) -> dict[int, int]:
         """The offset of the first record that each partition still keeps. Raises Lost."""

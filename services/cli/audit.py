@@ -1,14 +1,16 @@
 """Reads what `shared/whereabouts.py` needs to say where a run's samples are.
 
-From the broker alone, so that it can be asked from anywhere: ledger, commits, the stages' topics
-(headers only are looked at, of groups in flight only are kept), ledger again, in this order.
+From the broker alone, so that it can be asked from anywhere: ledger, commits, the stages' topics,
+ledger again, in this order (why: `shared/whereabouts.py`). Topics are read from when the oldest
+group in flight was issued, as far as the broker can tell; headers only are looked at, those of
+groups in flight only are kept. Without a group in flight no topic is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from aiokafka import ConsumerRecord
@@ -39,6 +41,10 @@ from rollstream.shared.whereabouts import (
 )
 
 READ_S = 300.0
+CLOCKS_S = 60.0
+"""Records may be older than the group's issue by so much, by another machine's clock."""
+CLOCKS_AGAIN_S = 3600.0
+"""The same, where something was found nowhere and is looked for again."""
 
 
 class Audit(NamedTuple):
@@ -56,14 +62,14 @@ class Audit(NamedTuple):
 
 async def audit(bus: Bus, run: RunConfig) -> Audit:
     """Where everything is; what is found nowhere was looked for twice. Raises Lost, KafkaError."""
-    first = await _look(bus, run)
+    first = _found(run, await _look(bus, run, CLOCKS_S))
     if not any(place.state is State.NOWHERE for found in first.places.values() for place in found):
         return first
     nowhere = {
         (leaf, place.n, place.i) for leaf, found in first.places.items() for place in found
         if place.state is State.NOWHERE
     }
-    second = await _look(bus, run)
+    second = _found(run, await _look(bus, run, CLOCKS_AGAIN_S))
     return second._replace(places={
         leaf: [
             place for place in found
@@ -73,71 +79,96 @@ async def audit(bus: Bus, run: RunConfig) -> Audit:
     })
 
 
-async def _look(bus: Bus, run: RunConfig) -> Audit:
+class _Topic(NamedTuple):
+    """One topic's records of groups that were in flight."""
+
+    found: dict[int, list[Found]]
+    """By n."""
+    newest: dict[int, tuple[int, int]]
+    """By partition, the highest (n, i)."""
+    kept_from: dict[int, int]
+
+
+class _Look(NamedTuple):
+    """The facts, read in the order that makes them free of false alarms."""
+
+    began_s: float
+    issued_max: list[int]
+    """By partition, when the look began."""
+    wanted: dict[int, float]
+    """The groups in flight when the look began, and when they were issued."""
+    committed: dict[str, dict[int, Committed]]
+    """By stage instance and partition."""
+    topics: dict[str, _Topic]
+    books: Ledger
+    """As the look ended."""
+    members: dict[str, int]
+
+
+async def _look(bus: Bus, run: RunConfig, clocks_s: float) -> _Look:
     admin = bus.admin()
     await start(admin)
     try:
         async with LedgerReader(bus, run) as ledger:
-            books = await ledger.catch_up(READ_S)
-            issued_then = {n for leaf in leaves(run.stages) for n in books.open_groups(leaf)}
+            books, began_s = await ledger.catch_up(READ_S), time.time()
+            issued_max = list(books.issued_max)
+            wanted = {
+                n: books.open_since_s(leaf, n) or 0.0
+                for leaf in leaves(run.stages) for n in books.open_groups(leaf)
+            }
             committed = {
                 route.instance: await _commits(bus, run, route, admin)
                 for route in run.stages if route.input
             }
             topics = {}
             for topic in _topics_in_order(run.stages):
-                topics[topic] = await _topic(bus, run, topic, issued_then)
+                topics[topic] = await _topic(bus, run, topic, wanted, clocks_s)
             books = await ledger.catch_up(READ_S)
         members = await _members(bus, run, admin)
     finally:
         await stop(admin)
-    now_s, places, ways = time.time(), {}, {}
-    for route in run.stages:
-        if route.leaf is None:
-            continue
-        way = way_to(run.stages, route)
-        ways[route.leaf] = [way_route.instance for way_route in way]
-        open_groups = [n for n in books.open_groups(route.leaf) if n in issued_then]
-        places[route.leaf] = [
-            place for n in open_groups
-            for place in _locate(run, books, route.leaf, n, way, committed, topics, now_s)
-        ]
-    return Audit(books.books(), places, ways, members, now_s)
+    return _Look(began_s, issued_max, wanted, committed, topics, books, members)
 
 
-class _Topic(NamedTuple):
-    """One topic's records of groups that were in flight."""
-
-    found: dict[int, list[tuple[Found, int, str | None]]]
-    """By n: the record, its redrives, and the one instance that it is for, if any."""
-    newest_n: dict[int, int]
-    """By partition."""
-
-
-def _locate(
-    run: RunConfig, books: Ledger, leaf: str, n: int, way: list[Route],
-    committed: dict[str, dict[int, Committed]], topics: dict[str, _Topic], now_s: float,
-) -> list[Place]:
-    redrives = books.redrives(leaf, n)
-    path = []
-    for route in way[1:]:
-        records = [
-            found for found, tries, to in topics[route.input or ""].found.get(n, ())
-            # What came of an earlier try is settled: it was parked.
-            if tries >= redrives and to in (None, route.instance)
-        ]
-        path.append(Stage(
-            route.instance, {n: records} if records else {}, committed[route.instance],
-            assembles=any(found.i is not None for found in records)
-            and route.service != "generator" and route.output is not None,
-            leaf=route.leaf is not None,
-        ))
-    partition = n % run.partitions
-    group = InFlight(
-        n, books.samples(leaf, n), partition, books.open_since_s(leaf, n) or now_s
+def _found(run: RunConfig, look: _Look) -> Audit:
+    ways = {
+        route.leaf: way_to(run.stages, route) for route in run.stages if route.leaf is not None
+    }
+    return Audit(
+        look.books.books(),
+        {leaf: _places(run, leaf, way, look) for leaf, way in ways.items()},
+        {leaf: [route.instance for route in way] for leaf, way in ways.items()},
+        look.members, time.time(),
     )
-    newest = topics[way[0].output or ""].newest_n.get(partition, -1)
-    return locate(group, path, producer=way[0].instance, newest_n=newest, now_s=now_s)
+
+
+def _places(run: RunConfig, leaf: str, way: list[Route], look: _Look) -> list[Place]:
+    producer, *readers = way
+    path = [_stage(r, look.committed[r.instance], look.topics[r.input or ""]) for r in readers]
+    newest = look.topics[producer.output or ""].newest
+    found: list[Place] = []
+    for n in look.books.open_groups(leaf):
+        if n not in look.wanted:
+            continue
+        partition = n % run.partitions
+        group = InFlight(
+            n, look.books.samples(leaf, n), partition,
+            look.books.open_since_s(leaf, n) or look.began_s, look.books.redrives(leaf, n),
+        )
+        last_n, last_i = newest.get(partition, (-1, -1))
+        found += locate(
+            group, path, producer=producer.instance, now_s=look.began_s,
+            written_to=max((last_n, last_i + 1), (look.issued_max[partition], 0)),
+        )
+    return found
+
+
+def _stage(route: Route, committed: dict[int, Committed], topic: _Topic) -> Stage:
+    return Stage(
+        route.instance, topic.found, committed, leaf=route.leaf is not None,
+        assembles=route.service != "generator" and route.output is not None,
+        kept_from=topic.kept_from,
+    )
 
 
 def _topics_in_order(stages: list[Route]) -> Iterator[str]:
@@ -165,29 +196,35 @@ async def _commits(
     return found
 
 
-async def _topic(bus: Bus, run: RunConfig, kind: str, wanted: set[int]) -> _Topic:
-    topic = _Topic({}, {})
+async def _topic(
+    bus: Bus, run: RunConfig, kind: str, wanted: Mapping[int, float], clocks_s: float
+) -> _Topic:
+    """`wanted` maps n to when it was issued."""
+    topic = _Topic({}, {}, {})
+    if not wanted:
+        return topic
     name = data_topic(run.prefix, run.run, run.pipeline, kind)
     async with LogReader(bus, name, range(run.partitions)) as log:
-        await log.rewind()
+        topic.kept_from.update(await log.first(log.position))
+        await log.since(min(wanted.values()) - clocks_s)
         async for records in log.to_end(READ_S):
             for record in records:
                 _take(topic, record, wanted)
     return topic
 
 
-def _take(topic: _Topic, record: ConsumerRecord, wanted: set[int]) -> None:
+def _take(topic: _Topic, record: ConsumerRecord, wanted: Mapping[int, float]) -> None:
     headers = list(record.headers)
-    n = header_int(headers, "rs-group")
+    n, i = header_int(headers, "rs-group"), header_int(headers, "rs-sample")
     if n is None:
         return
-    topic.newest_n[record.partition] = max(n, topic.newest_n.get(record.partition, -1))
-    if n not in wanted:
-        return
-    tries = header_int(headers, "rs-redrives") or 0
-    found = Found(record.offset, header_int(headers, "rs-sample"), record.timestamp / 1000)
-    to = header_text(headers, TO)
-    topic.found.setdefault(n, []).append((found, tries, to))
+    newest = topic.newest.get(record.partition, (-1, -1))
+    topic.newest[record.partition] = max(newest, (n, -1 if i is None else i))
+    if n in wanted:
+        topic.found.setdefault(n, []).append(Found(
+            record.offset, i, record.timestamp / 1000,
+            header_int(headers, "rs-redrives") or 0, header_text(headers, TO),
+        ))
 
 
 async def _members(bus: Bus, run: RunConfig, admin: AIOKafkaAdminClient) -> dict[str, int]:

@@ -6,6 +6,7 @@ run. `--remove-orphans` removes it earlier; what is younger than an hour may sti
 
 from __future__ import annotations
 
+import re
 import sys
 
 from aiokafka.errors import KafkaError
@@ -20,10 +21,11 @@ from rollstream.shared.runs import RunConfig
 from rollstream.shared.topics import data_topic
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import find_config
+from .propose import find_run
 
 READ_S = 600.0
-YOUNG_S = 3600.0
+YOUNG_H = 1.0
+NAME = re.compile(rb"(?:file|s3|gs)://[^\x00-\x20\"\\]+?-[0-9a-f]{16}\.(?:json|msgpack)")
 
 
 def main(command: str, argv: list[str]) -> int:
@@ -31,20 +33,26 @@ def main(command: str, argv: list[str]) -> int:
     parser = Parser(prog="rollstream blobs", description=__doc__)
     parser.add_argument("RUN")
     parser.add_argument("--remove-orphans", action="store_true", help="remove what no record names")
+    parser.add_argument(
+        "--older-than-h", type=float, default=YOUNG_H, help="orphans of so many hours (1) or more"
+    )
     add_reach_flags(parser)
 
-    async def work(name: str, reach: Reach, *, remove: bool) -> int:
+    async def work(name: str, reach: Reach, older_s: float, *, remove: bool) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
-        config = await find_config(bus, reach.prefix, name)
+        config, _ = await find_run(bus, reach.prefix, name)
         blobs = Blobs(config)
-        objects = [one async for one in blobs.objects()]
+        objects = await blobs.objects()
         named = await _named(bus, config)
-        orphans = [one for one in objects if one.uri not in named and one.age_s > YOUNG_S]
+        orphans = [one for one in objects if one.uri not in named and one.age_s >= older_s]
         size_mib = sum(one.size_bytes for one in objects) / 2**20
         print(f"{name}: {len(objects)} objects, {size_mib:.1f} MiB, {len(orphans)} orphans")
         if remove:
-            await blobs.remove([one.uri for one in orphans])
-            print(f"removed {len(orphans)} orphans")
+            # Not what was written again meanwhile: its record is on its way.
+            still = {one.uri for one in await blobs.objects() if one.age_s >= older_s}
+            gone = [one.uri for one in orphans if one.uri in still]
+            await blobs.remove(gone)
+            print(f"removed {len(gone)} orphans")
             return 0
         for one in orphans:
             print(f"  {one.uri} ({one.size_bytes} bytes, {one.age_s / 3600:.1f} h old)")
@@ -52,8 +60,13 @@ def main(command: str, argv: list[str]) -> int:
 
     try:
         given = parse_flags(parser, argv)
-        reach = load_reach(given)
-        return run_async(lambda: work(given["RUN"], reach, remove=given["remove_orphans"]))
+        reach, hours = load_reach(given), given["older_than_h"]
+        if not hours >= YOUNG_H:
+            fix = "give 1 or more: a younger object may still get its record"
+            raise ConfigError("--older-than-h", hours, fix)
+        return run_async(
+            lambda: work(given["RUN"], reach, hours * 3600, remove=given["remove_orphans"])
+        )
     except (ConfigError, Lost, KafkaError, StoreUnreachable, TimeoutError) as error:
         print(f"rollstream blobs: {error}", file=sys.stderr)
         return 2
@@ -77,7 +90,8 @@ def _refs(body: bytes | None, headers: list[tuple[str, bytes]]) -> set[str]:
     try:
         record = decode(body, headers)
     except Undecodable:
-        return set()
+        # It may be a newer version's: whatever reads like an object's name in it counts.
+        return {name.decode(errors="replace") for name in NAME.findall(body or b"")}
     if isinstance(record, DeadLetter):
         return set().union(*(_refs(one.value, list(one.headers)) for one in record.inputs))
     if isinstance(record, Prompt | Rollout | Group) and record.bodies is not None:
@@ -88,6 +102,6 @@ def _refs(body: bytes | None, headers: list[tuple[str, bytes]]) -> set[str]:
 async def remove_all(config: RunConfig) -> int:
     """Remove every object of a run that is removed; how many. Raises StoreUnreachable."""
     blobs = Blobs(config)
-    uris = [one.uri async for one in blobs.objects()]
+    uris = [one.uri for one in await blobs.objects()]
     await blobs.remove(uris)
     return len(uris)

@@ -17,12 +17,12 @@ from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.config import ConfigError, Parser, parse_flags
 from rollstream.shared.ledger import LeafBooks
 from rollstream.shared.ledger_reader import read_ledger
-from rollstream.shared.runs import RunConfig
+from rollstream.shared.runs import RunConfig, RunState, Status
 from rollstream.shared.whereabouts import Place, State, table
 
 from .audit import Audit, audit, stuck
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import find_config
+from .propose import find_run
 
 READ_S = 300.0
 COLUMNS = (State.ISSUED, State.QUEUED, State.RUNNING, State.WAITING, State.OPEN, State.BUFFERED)
@@ -41,9 +41,12 @@ def main(command: str, argv: list[str]) -> int:
 
     async def work(name: str, reach: Reach, *, as_json: bool) -> int:
         bus = await open_bus(find_brokers(reach.brokers), reach.security)
-        config = await find_config(bus, reach.prefix, name)
+        config, state = await find_run(bus, reach.prefix, name)
         seen = await audit(bus, config)
-        print(_json(config, seen) if as_json else "\n".join(report(config, seen)))
+        if as_json:
+            print(_json(config, state, seen))
+        else:
+            print("\n".join([*_status(config, state), *report(config, seen)]))
         return 0 if _well(seen) else 1
 
     try:
@@ -58,6 +61,13 @@ def main(command: str, argv: list[str]) -> int:
 def _well(seen: Audit) -> bool:
     lost = any(p.state is State.NOWHERE for places in seen.places.values() for p in places)
     return not lost and all(leaf.balanced for leaf in seen.books)
+
+
+def _status(run: RunConfig, state: RunState | None) -> list[str]:
+    """Why nothing moves, where it is the run's own state."""
+    if state is None or state.status is Status.RUNNING:
+        return []
+    return [f"{run.run} is {state.status}" + (f": {state.reason}" if state.reason else "")]
 
 
 def report(run: RunConfig, seen: Audit) -> list[str]:
@@ -97,7 +107,7 @@ def _cut(lines: list[str]) -> list[str]:
     return [*lines[:MOST_LINES], f"  ... and {more} more"] if more > 0 else lines
 
 
-def _json(run: RunConfig, seen: Audit) -> str:
+def _json(run: RunConfig, state: RunState | None, seen: Audit) -> str:
     leaves = {
         books.leaf: {
             **books._asdict(), "balanced": books.balanced,
@@ -106,7 +116,9 @@ def _json(run: RunConfig, seen: Audit) -> str:
         }
         for books in seen.books
     }
-    return msgspec.json.encode({"run": run.run, "leaves": leaves, "members": seen.members}).decode()
+    return msgspec.json.encode({
+        "run": run.run, "status": state and state.status, "leaves": leaves, "members": seen.members,
+    }).decode()
 
 
 def line(books: LeafBooks) -> str:

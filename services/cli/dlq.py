@@ -28,7 +28,7 @@ from rollstream.shared.runs import RunConfig
 
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
 from .letters import READ_S, Inputs, read_ends, read_letters
-from .propose import find_config
+from .propose import find_run
 from .put_back import put_back
 
 DETAIL_CHARACTERS = 70
@@ -71,7 +71,7 @@ async def _work(
     given: dict[str, Any], reach: Reach, wanted: Filter, rate: float | None
 ) -> int:
     bus = await open_bus(find_brokers(reach.brokers), reach.security)
-    config = await find_config(bus, reach.prefix, given["RUN"])
+    config, _ = await find_run(bus, reach.prefix, given["RUN"])
     letters = await read_letters(bus, config)
     books = await read_ledger(bus, config, READ_S)
     found = [

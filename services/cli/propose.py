@@ -138,12 +138,12 @@ async def known_runs(bus: Bus, prefix: str) -> Registry:
     return await read_registry(bus, prefix) if there else Registry()
 
 
-async def find_config(bus: Bus, prefix: str, name: str) -> RunConfig:
-    """The configuration of a run that was started. Raises ConfigError where there is none, Lost."""
+async def find_run(bus: Bus, prefix: str, name: str) -> tuple[RunConfig, RunState | None]:
+    """A run that was started, and its state. Raises ConfigError where there is none, Lost."""
     run = (await known_runs(bus, prefix)).runs.get(name)
     if run is None or run.config is None:
         raise ConfigError("RUN", name, "no such run; see `rollstream runs list`")
-    return run.config
+    return run.config, run.state
 
 
 async def _ask(

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from rollstream.shared import routes
-from rollstream.shared.blobs import open_store
+from rollstream.shared.blobs import check_uri
 from rollstream.shared.brokers.connection import Security
 from rollstream.shared.config import ConfigError, resolve, section, settings_of
 from rollstream.shared.inference.endpoints import normalise
@@ -152,7 +152,7 @@ def to_config(pipeline: str, settings: RunSettings, table: list[routes.Route]) -
     if not sources:
         raise ConfigError("--env", "(not given)", "give an environment id, or --dataset FILE")
     if settings.blobs.uri:
-        open_store(settings.blobs.uri)
+        check_uri(settings.blobs.uri)
     if not settings.model:
         raise ConfigError("--model", "(not given)", "give the model's name as the server lists it")
     for flag, endpoint in (

@@ -78,11 +78,12 @@ async def _remove(bus: Bus, prefix: str, run: Run) -> None:
     admin = bus.admin()
     await start(admin)
     try:
+        if run.config is not None:
+            # First: where it fails, or is killed, the run is still there to be removed again.
+            await remove_all(run.config)
         for key in (state_key(run.id), config_key(run.id)):
             await writer.send_bytes(runs_topic(prefix), 0, key, None)
         await delete(admin, prefix, run.id)
-        if run.config is not None:
-            await remove_all(run.config)
     finally:
         await stop(admin)
         await writer.close()

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from rollstream.services.sink.parts import PartError, sync_folder
+from rollstream.services.sink.parts import PartError
+from rollstream.shared.durable import make_folder, sync_folder
 from rollstream.shared.records import Ended
 
 
@@ -29,7 +30,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
 def append(path: Path, line: BatchLine) -> None:
     """Add a line, synced to the disk."""
     new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with path.open("ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")
         file.flush()

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from rollstream.services.sink.parts import PartFile, in_order, replacing
+from rollstream.services.sink.parts import PartFile, in_order
 from rollstream.services.sink.trajectories import scored_data_group
 from rollstream.shared.arrays import unpack
+from rollstream.shared.durable import replacing
 from rollstream.shared.records import Group, Message, Outcome, Sample
 from rollstream.shared.runs import RunConfig
 

@@ -107,7 +107,9 @@ class FileLeaf:
         self._kept = {p: _Kept(self._partitions) for p in range(self._partitions)}
         self._restored: dict[int, Line] = {}
         self._open: dict[int, _Open] = {}
-        self._intake = Intake(context.run, self._topic, context.progress)
+        self._intake = Intake(
+            context.run, self._topic, context.progress, keep_dropped=folder.keep_dropped
+        )
 
     # -- owning partitions ---------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from rollstream.services.sink.decide import Decider, Decision
 from rollstream.shared.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnreachable
 from rollstream.shared.bus import Lost
 from rollstream.shared.codec import Undecodable, decode, header_int
-from rollstream.shared.records import Group
+from rollstream.shared.records import Group, Kind
 from rollstream.shared.runs import RunConfig
 from rollstream.shared.service import Progress
 
@@ -19,10 +19,16 @@ log = structlog.get_logger("rollstream.sink")
 
 
 class Intake:
-    """Reads group records for the deciders of all partitions of one leaf."""
+    """Reads group records for the deciders of all partitions of one leaf.
 
-    def __init__(self, run: RunConfig, topic: str, progress: Progress) -> None:
+    `keep_dropped`: whether the leaf has any use for what a dropped group held.
+    """
+
+    def __init__(
+        self, run: RunConfig, topic: str, progress: Progress, *, keep_dropped: bool = False
+    ) -> None:
         self._topic = topic
+        self._keep_dropped = keep_dropped
         self._progress = progress
         self._blobs = Blobs(run)
         self._undecodable_in_a_row = 0
@@ -30,9 +36,9 @@ class Intake:
     async def decide(self, decider: Decider, record: ConsumerRecord) -> Decision | None:
         """The decision that a record brings, None where it brings none.
 
-        A group whose bodies are gone from the object store is dropped, loudly. Raises Lost where
-        the store can't be asked, and after too many unreadable records in a row: a bad deploy must
-        not drop a topic.
+        A scored group whose bodies are gone from the object store is dropped, loudly; one that was
+        dropped or parked before is that without them. Raises Lost where the store can't be asked,
+        and after too many unreadable records in a row: a bad deploy must not drop a topic.
         """
         headers = list(record.headers)
         n = header_int(headers, "rs-group")
@@ -52,12 +58,14 @@ class Intake:
         self._undecodable_in_a_row = 0
         if not isinstance(group, Group):
             return None
-        try:
-            await self._blobs.fill(group)
-        except StoreUnreachable as error:
-            raise Lost(str(error)) from error
-        except (BlobMissing, BlobCorrupt) as error:
-            log.error("a group's bodies are gone", n=group.n, error=str(error))
-            reason = "blob_missing" if isinstance(error, BlobMissing) else "blob_corrupt"
-            return decider.decide_lost(group.n, reason)
+        if group.kind is Kind.SCORED or (group.kind is Kind.DROPPED and self._keep_dropped):
+            try:
+                await self._blobs.fill(group)
+            except StoreUnreachable as error:
+                raise Lost(str(error)) from error
+            except (BlobMissing, BlobCorrupt) as error:
+                log.error("a group's bodies are gone", n=group.n, error=str(error))
+                if group.kind is Kind.SCORED:
+                    reason = "blob_missing" if isinstance(error, BlobMissing) else "blob_corrupt"
+                    return decider.decide_lost(group.n, reason)
         return decider.decide(group)

@@ -23,6 +23,7 @@ import msgspec
 
 from rollstream.services.sink.decide import Decision
 from rollstream.shared.bus import Lost
+from rollstream.shared.durable import make_folder, sync_folder
 from rollstream.shared.records import Distilled, Ended, Outcome, Scored
 
 Record = Scored | Distilled
@@ -96,7 +97,7 @@ class Folder:
         self.leaf = leaf
         self._topic = topic
         self._log_id = log_id
-        self._keep_dropped = keep_dropped
+        self.keep_dropped = keep_dropped
 
     @property
     def _here(self) -> Path:
@@ -114,7 +115,7 @@ class Folder:
             topic=self._topic, log_id=self._log_id, partition=partition, start=start, end=end,
             count=len(decisions),
         )
-        self._here.mkdir(parents=True, exist_ok=True)
+        make_folder(self._here)
         path = self._here / f"{partition}-{start:020d}.jsonl"
         aside = self._here / f".{path.stem}.{secrets.token_hex(4)}.tmp"
         try:
@@ -136,7 +137,7 @@ class Folder:
     def _line(self, decision: Decision) -> bytes:
         ended = decision.ended(self.leaf)
         keep = decision.outcome is Outcome.DELIVERED or (
-            self._keep_dropped and decision.outcome is Outcome.DROPPED
+            self.keep_dropped and decision.outcome is Outcome.DROPPED
         )
         group = decision.group if keep else None
         return msgspec.json.encode(FullLine(
@@ -239,15 +240,6 @@ def _located(part: PartFile, kind: type[L]) -> Iterator[tuple[L, int]]:
         raise PartError(part.path, f"holds {count} groups, its header says {part.header.count}")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a new name in the folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _start_of(path: Path) -> int:
     start = path.stem.partition("-")[2]
     if not start.isdigit():
@@ -281,18 +273,3 @@ def in_order(parts: list[PartFile], outcomes: frozenset[Outcome]) -> Iterator[Fu
         with parts[at].path.open("rb") as file:
             file.seek(offset)
             yield _decode(parts[at].path, file.readline(), FullLine)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to; it takes the name over, synced, once everything went well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield aside
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rollstream.services.sink.parts import FullLine, PartFile, in_order, replacing
+from rollstream.services.sink.parts import FullLine, PartFile, in_order
 from rollstream.services.sink.passk import (
     Estimate,
     ks,
@@ -24,6 +24,7 @@ from rollstream.services.sink.passk import (
     pass_at_k,
     pass_hat_k,
 )
+from rollstream.shared.durable import replacing
 from rollstream.shared.records import Group, Outcome, Sample
 from rollstream.shared.runs import RunConfig
 

@@ -18,10 +18,10 @@ import structlog
 from aiohttp import web
 
 from rollstream.services.sink.dataset import env_index
-from rollstream.services.sink.parts import replacing
 from rollstream.services.sink.trainer import Batch, TrainerLeaf
 from rollstream.services.sink.trajectories import scored_data_group
 from rollstream.shared.bus import Lost
+from rollstream.shared.durable import replacing
 from rollstream.shared.records import Group
 
 JSON_TYPE = "application/json"

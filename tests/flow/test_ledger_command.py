@@ -67,6 +67,29 @@ async def test_everything_in_flight_is_found_until_something_is_lost(
         assert "ALARM: sample 3/1 is found nowhere: scorer has passed its record" in said
 
 
+async def test_without_a_generator_everything_is_queued_there(
+    broker: str, prefix: str, tmp_path: Path, scripted: Engine
+):
+    async with rig(broker, prefix, tmp_path, scripted.url) as made:
+        started = await made.services("sink", "scorer", "generator", "prompt-producer")
+        config = await made.run("sft", "waiting", epochs=1, group_size=K, max_in_flight=GROUPS * K,
+                                env_args={"num_train": GROUPS})
+        await made.kill(started["generator"])
+        await made.filled(config, "prompts", GROUPS * K)
+        found = await places(made, config)
+        answered = {(r.n, r.i) for r in await made.records(config, "rollouts")}
+        assert {(p["n"], p["i"]) for p in found if p["stage"] == "generator"} == {
+            (n, i) for n in range(GROUPS) for i in range(K)
+        } - answered
+        assert len(answered) < GROUPS * K
+        assert {p["state"] for p in found if p["stage"] == "generator"} <= {
+            "queued", "running", "waiting"
+        }
+        assert "ALARM" not in await made.command("ledger", "waiting")
+        await made.service("generator")
+        await made.done(config)
+
+
 async def test_a_live_run_raises_no_alarm(
     broker: str, prefix: str, tmp_path: Path, scripted: Engine
 ):
@@ -77,6 +100,7 @@ async def test_a_live_run_raises_no_alarm(
         while (await made.books(config)).delivered < 30:
             said = await made.command("ledger", "live")
             assert "ALARM" not in said
+            assert "no process attends" not in said
             looks += "generator" in said
         assert looks
         await made.done(config)

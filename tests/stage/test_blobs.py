@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from rollstream.shared.blobs import (
     BlobMissing,
     Blobs,
     StoreUnreachable,
-    open_store,
+    check_uri,
 )
-from rollstream.shared.codec import decode
+from rollstream.shared.codec import decode, encode
 from rollstream.shared.config import ConfigError
 from rollstream.shared.records import EnvRef, Prompt, Rollout, Row, Scored, Stop, group_of
 from rollstream.shared.runs import BlobSettings, RunConfig
@@ -151,13 +152,19 @@ async def test_a_late_object_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     assert light == rollout()
 
 
-async def test_a_store_that_fails_is_no_missing_object(tmp_path: Path):
+@pytest.mark.parametrize("empty", [False, True], ids=["no-folder", "another-folder"])
+async def test_a_store_that_fails_is_no_missing_object(tmp_path: Path, *, empty: bool):
     folder = tmp_path / "store"
     store = Blobs(config(folder))
     light = (await sent(store, rollout())).last
     folder.rename(tmp_path / "unmounted")
-    with pytest.raises(StoreUnreachable, match="is it mounted"):
-        await store.fill(light)
+    if empty:
+        folder.mkdir()
+    for reader in (store, Blobs(config(folder))):
+        with pytest.raises(StoreUnreachable, match="is it mounted"):
+            await reader.fill(light)
+    if empty:
+        folder.rmdir()
     (tmp_path / "unmounted").rename(folder)
     await store.fill(light)
     assert light == rollout()
@@ -169,17 +176,78 @@ async def test_the_objects_of_a_run_are_listed_and_removed(tmp_path: Path):
         await sent(store, rollout(i))
     other = Blobs(run(run="r2", blobs=BlobSettings(tmp_path.as_uri(), 1000)))
     await sent(other, rollout())
-    found = [one async for one in store.objects()]
+    found = await store.objects()
     assert len(found) == 2
     await store.remove([one.uri for one in found])
     assert len(objects(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("uri", [
-    "ftp://x/y", "s3://key:secret@bucket", "file://data/x", "/folder", "s3://", "file://", "blobs"])
+@pytest.mark.parametrize(
+    "uri", ["ftp://x/y", "/folder", "s3://", "file://", "blobs", "file://data/blobs", "file:///"]
+)
 def test_a_bad_uri_names_the_field_and_the_fix(uri: str):
     with pytest.raises(ConfigError, match=r"blobs.uri = .*: give file:///folder"):
-        open_store(uri)
+        check_uri(uri)
+
+
+@pytest.mark.parametrize("uri", ["s3://id:hush@bucket/x", "gs://bucket/x?key=hush"])
+def test_a_run_never_holds_credentials(uri: str):
+    with pytest.raises(ConfigError, match="leave credentials and options out") as refused:
+        check_uri(uri)
+    assert "hush" not in str(refused.value)
+
+
+async def test_a_folder_is_made_by_the_first_object_not_by_looking(tmp_path: Path):
+    store = Blobs(config(tmp_path / "a b"))
+    assert await store.objects() == []
+    assert not (tmp_path / "a b").exists()
+    light = (await sent(store, rollout())).last
+    await store.fill(light)
+    (one,) = objects(tmp_path / "a b")
+    assert [found.uri.endswith(one.name) for found in await store.objects()] == [True]
+
+
+async def test_what_a_kill_leaves_of_an_object_is_listed_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing has the object's name before all of it is on the disk."""
+    synced: list[int] = []
+    real = os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.append(len(objects(tmp_path)))
+        real(descriptor)
+
+    def killed(source: Path, target: Path) -> None:
+        assert synced, "named before it was synced"
+        os.link(source, tmp_path / f"{config(tmp_path).prefix}/r/l/rollouts/.left.tmp")
+        raise OSError("killed here")
+
+    monkeypatch.setattr("rollstream.shared.durable.os.fsync", sync)
+    monkeypatch.setattr("rollstream.shared.durable.os.replace", killed)
+    store = Blobs(config(tmp_path))
+    with pytest.raises(StoreUnreachable, match="killed here"):
+        await sent(store, rollout())
+    left = await store.objects()
+    assert [one.uri.rpartition("/")[2] for one in left] == [".left.tmp"]
+    await store.remove([one.uri for one in left])
+    assert objects(tmp_path) == []
+
+
+@pytest.mark.parametrize("format", ["json", "msgpack"])
+async def test_bodies_come_back_as_the_record_itself_would(tmp_path: Path, format: Any):
+    """An integer key is text in JSON, and JSON takes integers of any size."""
+    record = rollout()
+    record.state = {"by_turn": {1: "a"}}
+    if format == "json":
+        record.row.info = {"answer": 2**80}
+    topic = Topic()
+    await Blobs(config(tmp_path)).send(
+        topic, "p.r.rl.rollouts", 1, record, key="r/3", format=format,  # type: ignore[arg-type]
+    )
+    light = topic.last
+    await Blobs(config(tmp_path)).fill(light)
+    assert light == decode(*encode(record, format))
 
 
 def test_a_scored_group_keeps_its_identity_in_the_record():

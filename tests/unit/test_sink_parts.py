@@ -15,9 +15,9 @@ from rollstream.services.sink.parts import (
     PartError,
     in_order,
     read_lines,
-    replacing,
 )
 from rollstream.shared.bus import Lost
+from rollstream.shared.durable import replacing
 from rollstream.shared.records import EnvRef, Kind, Outcome, Row, Sample, Scored, Stop
 from rollstream.shared.seen import Seen, Unit
 
