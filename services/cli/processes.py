@@ -32,12 +32,15 @@ class Child:
     """Whether it is started again when it dies."""
     pause_s: float = FIRST_PAUSE_S
     started_s: float = 0.0
+    log_from: int = 0
+    """Where in its log what this process says begins, in bytes."""
 
     async def start(self) -> None:
         """Start it in a session of its own: the terminal's Ctrl-C is for us, we tell the child."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.started_s = time.monotonic()
         with self.log.open("ab") as log:
+            self.log_from = log.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *self.command, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **self.environment}, start_new_session=True,
@@ -47,10 +50,15 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
+    def lines(self) -> list[str]:
+        """What it has said so far."""
+        if not self.log.exists():
+            return []
+        return self.log.read_bytes()[self.log_from:].decode(errors="replace").splitlines()
+
     def last_words(self) -> str:
         """The last line of its log, which says why it could not start."""
-        text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
-        return text.splitlines()[-1] if text else "(no output)"
+        return next((line for line in reversed(self.lines()) if line.strip()), "(no output)")
 
 
 class CannotStart(Exception):
@@ -94,15 +102,14 @@ class Children:
         return [child for child in self._children if child.running]
 
     async def wait_for_line(self, child: Child, text: str, timeout_s: float) -> str:
-        """The first line of the child's log that holds the text.
+        """The first line said by the child that holds the text.
 
         Raises CannotStart where it ends first, or says nothing in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            for line in child.log.read_text(errors="replace").splitlines():
-                if text in line:
-                    return line
+            if found := [line for line in child.lines() if text in line]:
+                return found[0]
             if not child.running:
                 raise CannotStart(child.last_words())
             await asyncio.sleep(0.1)

@@ -46,6 +46,7 @@ GUARD_S = 0.5
 SERVICES_END_S = 10.0
 ENGINE_START_S = 600.0
 """The first start converts the model."""
+SERVICES_START_S = 180.0
 
 
 @dataclass
@@ -224,8 +225,6 @@ async def _engine(
         "--parent-pid", str(os.getpid()), *given.engine_flags.split(),
     ]
     child = Child("engine", command, folder / "logs" / "engine.log", serves_others=True)
-    child.log.parent.mkdir(parents=True, exist_ok=True)
-    child.log.write_bytes(b"")
     print("engine: loading the model ...", flush=True)
     await children.start(child)
     line = await children.wait_for_line(child, "engine ready on", ENGINE_START_S)
@@ -251,6 +250,9 @@ async def _services(
         flags += ["--broker-pid", str(stack.broker_pid),
                   "--broker-memory-bytes", str(given.broker_memory_mib * 2**20)]
     flags += given.service_flags.split()
-    for name in SERVICES:
-        await children.start(service_child(name, folder, {}, *flags))
+    started = [service_child(name, folder, {}, *flags) for name in SERVICES]
+    for child in started:
+        await children.start(child)
+    for child in started:
+        await children.wait_for_line(child, '"event":"started"', SERVICES_START_S)
     print(f"services: {', '.join(reversed(SERVICES))} (logs in {folder / 'logs'})", flush=True)
