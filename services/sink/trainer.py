@@ -33,7 +33,6 @@ from rollstream.shared.retention import find_lost
 from rollstream.shared.role import Active
 from rollstream.shared.runs import Status
 from rollstream.shared.service import RunContext
-from rollstream.shared.takeover import deleted_unread
 
 POLL_S = 0.2
 READ_TIMEOUT_S = 600.0
@@ -119,11 +118,13 @@ class TrainerLeaf:
     ) -> None:
         delivered = await self._start_from_ledger()
         await data.rewind()
+        kept_from = {p: first for p, first in data.position.items() if first > 0}
         async for records in data.to_end(READ_TIMEOUT_S):
             await self._take(records)
         await self._settle_acknowledged(delivered)
         await self._reopen()
-        await self._end_lost()
+        if kept_from:
+            await self._end_lost(kept_from)
         await serve()
         await self._read(data)
 
@@ -174,18 +175,17 @@ class TrainerLeaf:
                 log.error("an offered batch can't be offered again: the log lacks its groups",
                           run=self.run.run, batch=offered.batch_id, groups=offered.groups)
 
-    async def _end_lost(self) -> None:
+    async def _end_lost(self, kept_from: dict[int, int]) -> None:
         """Drop what was deleted before it was read (rule 24)."""
-        short, _ = await deleted_unread(
-            self._context, dict.fromkeys(range(self.run.partitions), 0)
-        )
-        if not short:
-            return
         deciders = self._deciders
         lost = await find_lost(
-            self._context, short, lambda u: deciders[u.n % self.run.partitions].knows(u.n)
+            self._context, kept_from, lambda u: deciders[u.n % self.run.partitions].knows(u.n)
         )
-        for n in sorted(one.unit.n for found in lost.values() for one in found):
+        numbers = sorted(one.unit.n for found in lost.values() for one in found)
+        if numbers:
+            log.error("groups were deleted before they were read: dropped", run=self.run.run,
+                      lost=len(numbers), first_n=numbers[0])
+        for n in numbers:
             if (decision := deciders[n % self.run.partitions].decide_lost(n)) is not None:
                 self._ends.append(decision.ended(self._leaf))
         await self._write_ends()
