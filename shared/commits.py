@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 from rollstream.shared.bus import Lost, start, stop
+from rollstream.shared.frontier import decode_hint
 from rollstream.shared.service import RunContext
 
 ANSWER_S = 30.0
@@ -46,3 +47,14 @@ async def read_commits(
         raise Lost(f"could not read the commits of {stage.group}: {why}") from error
     finally:
         await stop(admin)
+
+
+async def others_know(stage: RunContext, partitions: Iterable[int]) -> bool:
+    """Whether the commits of all these say that their member goes on with what it has at work."""
+    partitions = list(partitions)
+    try:
+        commits = await read_commits(stage, partitions)
+    except Lost:
+        return False
+    hints = [decode_hint(commit.metadata) for commit in commits.values()]
+    return len(hints) == len(partitions) and all(hint and hint.going_on_s for hint in hints)

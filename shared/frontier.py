@@ -71,6 +71,8 @@ class Hint(msgspec.Struct, frozen=True, array_like=True):
     """Which life of the topics the commit speaks of: a commit outlives a topic that is remade."""
     read_to: int = 0
     """Where the next record is read from: what lies between this and the commit is at work."""
+    going_on_s: float = 0.0
+    """For how long, at most, that member goes on with what it has dispatched."""
 
 
 def encode_hint(hint: Hint) -> str:

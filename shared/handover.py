@@ -2,7 +2,7 @@
 
 Pure. What was dispatched before a revoke may still come out of the member that lost the partition.
 The new owner waits with it, looks at the output now and then, and does what is left when the old
-owner's time is over.
+owner's time is over: a rebalance gives it `HANDOVER_S`, a member that leaves says its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ HANDOVER_S = 60.0
 
 class _Waiting(NamedTuple):
     work: Work
-    since_s: float
+    until_s: float
 
 
 class Handover:
-    """The work that waits, for `grace_s` at most."""
+    """The work that waits, for `longest_s` at most."""
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
         self._waiting: list[_Waiting] = []
 
-    def add(self, work: Work, now_s: float) -> None:
-        self._waiting.append(_Waiting(work, now_s))
+    def add(self, work: Work, now_s: float, going_on_s: float) -> None:
+        """It may come out of its old owner for so long yet."""
+        self._waiting.append(_Waiting(work, now_s + min(going_on_s, self._longest_s)))
 
     @property
     def partitions(self) -> set[int]:
@@ -44,8 +45,8 @@ class Handover:
             if (machine := machines.get(waiting.work.partition)) is not None
             and machine.in_flight(waiting.work.unit)
         ]
-        due = [w.work for w in open_now if now_s - w.since_s >= self._grace_s]
-        self._waiting = [w for w in open_now if now_s - w.since_s < self._grace_s]
+        due = [waiting.work for waiting in open_now if now_s >= waiting.until_s]
+        self._waiting = [waiting for waiting in open_now if now_s < waiting.until_s]
         return due
 
     def clear(self) -> None:

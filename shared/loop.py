@@ -30,9 +30,11 @@ from aiokafka.errors import (
 )
 
 from rollstream.shared.bus import Bus, ConsumerRebalanceListener, Lost, Writer, start, stop
+from rollstream.shared.commits import others_know
 from rollstream.shared.frontier import encode_hint
 from rollstream.shared.handover import HANDOVER_S, Handover
 from rollstream.shared.intake import Intake, Work
+from rollstream.shared.log_reader import has_read_all
 from rollstream.shared.metrics import COMMIT_LAG, GROUPS_OPEN, IN_FLIGHT, Metrics
 from rollstream.shared.partition import Partition
 from rollstream.shared.records import Rollout
@@ -66,7 +68,7 @@ class StageLoop:
         self._refetch = Refetch(context.bus, self._in_topic)
         self._machines: dict[int, Partition] = {}
         self._ready: deque[Work] = deque()
-        self._later = Handover(min(HANDOVER_S, context.run.deadlines.sample_s))
+        self._later = Handover(context.run.deadlines.sample_s)
         self._tasks: dict[tuple[int, Unit], asyncio.Task[None]] = {}
         self._assigned: set[int] | None = None
         self._fatal: BaseException | None = None
@@ -98,7 +100,7 @@ class StageLoop:
             await self._end(consumer, writer)
 
     async def _loop(self, consumer: AIOKafkaConsumer) -> None:
-        draining_since_s: float | None = None
+        ending_s: float | None = None
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -108,9 +110,10 @@ class StageLoop:
             if not paused:
                 self._dispatch()
             if self._context.ending:
-                draining_since_s = draining_since_s or time.monotonic()
-                waited_s = time.monotonic() - draining_since_s
-                if not self._tasks or waited_s > self._context.drain_s:
+                if ending_s is None:
+                    ending_s = time.monotonic()
+                    await self._leave(consumer)
+                if not self._tasks or time.monotonic() - ending_s > self._context.drain_s:
                     await self._commit(consumer)
                     return
                 await self._pause()
@@ -152,27 +155,15 @@ class StageLoop:
         now_s = time.time()
         for partition in self._machines:
             tp = TopicPartition(self._in_topic, partition)
-            if tp in got or tp not in consumer.assignment():
-                continue
-            high_water = consumer.highwater(tp)
-            try:
-                # The consumer's own: it also passes what is no record, e.g. transaction markers.
-                position = await consumer.position(tp)
-            except IllegalStateError:
-                continue
-            if high_water is None or position < high_water:
-                continue
-            if position > high_water:
-                # The embedded broker says nothing about a position beyond its log's end.
-                raise Lost(f"{self._in_topic}-{partition} ends before our position {position}")
-            self._intake.at_end(partition, now_s)
+            if tp not in got and await has_read_all(consumer, tp):
+                self._intake.at_end(partition, now_s)
 
     def _take(self, machine: Partition, record: ConsumerRecord) -> None:
         for work in self._intake.read(machine, record):
             if (record.partition, work.unit) in self._tasks:
                 continue
             if work.later:
-                self._later.add(work, time.monotonic())
+                self._later.add(work, time.monotonic(), machine.going_on_s)
             else:
                 self._ready.append(work)
 
@@ -237,8 +228,26 @@ class StageLoop:
         """From the rebalance callback: one bounded commit, then return; the tasks run on."""
         if not self._machines:
             return
-        await self._commit(consumer, revoked=True)
+        await self._commit(consumer, going_on_s=HANDOVER_S)
         self._machines = {}
+        self._forget()
+
+    async def _leave(self, consumer: AIOKafkaConsumer) -> None:
+        """Others have the partitions at once; what is at work here is finished meanwhile.
+
+        Only where the broker kept what the commit says of it: else others would begin it again.
+        """
+        if self._step.groups or not self._tasks or self._assigned is not None:
+            return
+        await self._commit(consumer, going_on_s=self._context.drain_s)
+        if await others_know(self._context, self._machines):
+            self._machines = {}
+            self._forget()
+            await stop(consumer)
+            self._assigned = None
+
+    def _forget(self) -> None:
+        """Let go of what was read and is not at work."""
         self._ready.clear()
         self._later.clear()
         self._intake.forget()
@@ -246,9 +255,7 @@ class StageLoop:
     async def _take_over(self, consumer: AIOKafkaConsumer) -> None:
         """Build the machines of what is assigned: commit and hint, own output, then resume."""
         partitions, self._assigned = self._assigned or set(), None
-        self._ready.clear()
-        self._later.clear()
-        self._intake.forget()
+        self._forget()
         machines = await machines_from_commits(self._context, partitions)
         short = await self._fit_to_input(machines)
         # From here on, tasks that finish are told to the new machines.
@@ -296,14 +303,14 @@ class StageLoop:
 
     # -- commit, late work, deadlines ----------------------------------------------------------
 
-    async def _commit(self, consumer: AIOKafkaConsumer, *, revoked: bool = False) -> None:
+    async def _commit(self, consumer: AIOKafkaConsumer, *, going_on_s: float = 0.0) -> None:
         self._committed_at_s = time.monotonic()
-        if self._assigned is not None and not revoked:
+        if self._assigned is not None and not going_on_s:
             return
         offsets: dict[TopicPartition, tuple[int, str]] = {}
-        keep_dispatched = revoked and not self._step.groups
+        keep_s = 0.0 if self._step.groups else going_on_s
         for p, machine in self._machines.items():
-            if (commit := machine.commit(revoked=keep_dispatched)) is not None:
+            if (commit := machine.commit(going_on_s=keep_s)) is not None:
                 tp = TopicPartition(self._in_topic, p)
                 hint = msgspec.structs.replace(commit.hint, log_id=self._context.run.log_id)
                 offsets[tp] = (commit.offset, encode_hint(hint))
@@ -311,7 +318,8 @@ class StageLoop:
             return
         try:
             await asyncio.wait_for(
-                consumer.commit(offsets), REVOKE_COMMIT_TIMEOUT_S if revoked else COMMIT_TIMEOUT_S
+                consumer.commit(offsets),
+                REVOKE_COMMIT_TIMEOUT_S if going_on_s else COMMIT_TIMEOUT_S,
             )
         except (CommitFailedError, IllegalStateError, KafkaError, TimeoutError) as error:
             # Only a shorter way for the next owner; if the partitions are gone, an assignment

@@ -63,6 +63,8 @@ class Partition:
         self._acknowledged: set[int] = set()
         """Own output above a gap: somebody else wrote there too, and we have not read it."""
         self._dispatched_to = hint.dispatched_to
+        self.going_on_s = hint.going_on_s
+        """For how long an old owner may go on with what it had."""
         self._last_commit: tuple[int, int, int] | None = None
 
     @property
@@ -170,23 +172,25 @@ class Partition:
     def in_flight(self, unit: Unit) -> bool:
         return unit in self._in_flight
 
-    def commit(self, *, revoked: bool = False) -> Commit | None:
+    def commit(self, *, going_on_s: float = 0.0) -> Commit | None:
         """What to commit, or None where nothing changed since the last time.
 
-        Only a revoke says how far work was dispatched: after a kill it is dispatched at once.
+        `going_on_s`: the partition is about to be another's, and what was dispatched is finished
+        here, within this time. After a kill nobody has said so: it is dispatched again at once.
         """
         mark = (self._frontier.position, self._frontier.next_offset, self._out_position)
-        if mark == self._last_commit and not revoked:
+        if mark == self._last_commit and not going_on_s:
             return None
         self._last_commit = mark
         dispatched_to = 0
-        if revoked:
+        if going_on_s:
             dispatched_to = max(
                 self._dispatched_to, self._frontier.next_offset if self._in_flight else 0
             )
+            going_on_s = max(going_on_s, self.going_on_s)
         hint = Hint(
             self._out_position, self.seen.state(), dispatched_to,
-            read_to=self._frontier.next_offset,
+            read_to=self._frontier.next_offset, going_on_s=going_on_s,
         )
         return Commit(self._frontier.position, hint)
 

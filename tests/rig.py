@@ -100,7 +100,7 @@ class Rig:
         child.wanted = False
         signalled(child, signal.SIGTERM)
         assert child.process is not None
-        return await asyncio.wait_for(child.process.wait(), 90)
+        return await asyncio.wait_for(child.process.wait(), 120)
 
     def hurt(self, name: str, pick: random.Random) -> Child:
         """kill -9 one process of a service at random; it is started again after a second."""

@@ -122,6 +122,30 @@ async def test_one_to_four_generators_and_back(
         assert all(child.running for child in (*started.values(), generators[0]))
 
 
+@pytest.mark.kafka
+async def test_a_leaving_generator_finishes_beside_the_one_that_has_its_partitions(
+    real_kafka: str, prefix: str, tmp_path: Path, scripted: Engine
+):
+    """What one answer keeps it at for a minute is not waited for by anything else."""
+    groups = 60
+    async with rig(real_kafka, prefix, tmp_path, scripted.url) as made:
+        made.judge()
+        await made.services("sink", "scorer", "prompt-producer")
+        first = await made.service("generator", "--drain-s", str(SLOW_S + 30))
+        config = await rows(made, groups, max_in_flight=16)
+        await made.filled(config, "rollouts", SLOW_N * K + 4)
+        other = await made.service("generator")
+        leaving = asyncio.create_task(made.leave(first))
+        await shared_out(made, config, [other])
+        assert not leaving.done()
+        await made.filled(config, "rollouts", (groups - 1) * K)
+        assert not leaving.done(), "the slow answer came before all others"
+        assert await leaving == 0
+        await made.done(config, timeout_s=200)
+        found = await reckon(made, config, groups=groups)
+        assert found == (groups, 0, 0, 0, 0, 0)
+
+
 async def test_members_without_a_partition_are_healthy_and_take_over(
     broker: str, prefix: str, tmp_path: Path, scripted: Engine
 ):

@@ -66,7 +66,7 @@ class Stage:
         if self.owner is not None:
             old = self.members[self.owner]
             if polite and old.machine is not None:
-                self.commit(old.machine, revoked=not self.groups)
+                self.commit(old.machine, going_on_s=0.0 if self.groups else 60.0)
             old.machine, old.open = None, Assembler(1e9)
         offset, text = self.committed
         machine = Partition(1, committed=offset, hint=decode_hint(text) if keep_hint else None)
@@ -77,8 +77,8 @@ class Stage:
         self.members[who].machine, self.members[who].open = machine, Assembler(1e9)
         self.owner = who
 
-    def commit(self, machine: Partition, *, revoked: bool = False) -> None:
-        if (commit := machine.commit(revoked=revoked)) is not None:
+    def commit(self, machine: Partition, *, going_on_s: float = 0.0) -> None:
+        if (commit := machine.commit(going_on_s=going_on_s)) is not None:
             self.committed = (commit.offset, encode_hint(commit.hint))
 
     def read(self) -> bool:

@@ -7,10 +7,10 @@ from rollstream.shared.seen import Unit
 
 
 def test_what_is_left_is_due_after_the_grace():
-    machine, later = Partition(1), Handover(60.0)
+    machine, later = Partition(1), Handover(600.0)
     for at, unit in enumerate((Unit(0, 0), Unit(0, 1))):
         machine.read(at, unit)
-        later.add(Work(0, unit, 2, None), 100.0)
+        later.add(Work(0, unit, 2, None), 100.0, going_on_s=60.0)
     assert (later.partitions, len(later)) == ({0}, 2)
     machine.found(Unit(0, 0), 2, 0)
     assert later.due(159.0, {0: machine}) == []
@@ -20,7 +20,14 @@ def test_what_is_left_is_due_after_the_grace():
 
 
 def test_a_partition_that_was_lost_takes_its_work_along():
-    later = Handover(1.0)
-    later.add(Work(3, Unit(3, 0), 2, None), 0.0)
-    assert later.due(5.0, {}) == []
+    later = Handover(600.0)
+    later.add(Work(3, Unit(3, 0), 2, None), 0.0, going_on_s=1.0)
+    assert later.due(0.0, {}) == []
     assert len(later) == 0
+
+
+def test_nothing_waits_for_longer_than_a_sample_may_take():
+    machine, later = Partition(1), Handover(10.0)
+    machine.read(0, Unit(0, 0))
+    later.add(Work(0, Unit(0, 0), 2, None), 0.0, going_on_s=600.0)
+    assert len(later.due(10.0, {0: machine})) == 1

@@ -54,7 +54,7 @@ class TwoMembers(RuleBasedStateMachine):
         if self.owner is not None:
             machine = self.members[self.owner].machine
             if polite and machine is not None:
-                self._commit(machine, revoked=True)
+                self._commit(machine, going_on_s=60.0)
             self.members[self.owner].machine = None
         offset, text = self.commit
         hint = decode_hint(text) if keep_hint else None
@@ -108,8 +108,8 @@ class TwoMembers(RuleBasedStateMachine):
         if self.owner == who:
             self.owner = None
 
-    def _commit(self, machine: Partition, *, revoked: bool = False) -> None:
-        commit = machine.commit(revoked=revoked)
+    def _commit(self, machine: Partition, *, going_on_s: float = 0.0) -> None:
+        commit = machine.commit(going_on_s=going_on_s)
         if commit is not None:
             self.commit = (commit.offset, encode_hint(commit.hint))
 
@@ -149,15 +149,16 @@ def test_a_revoke_says_how_far_work_was_dispatched():
     machine.read(0, Unit(0, 0))
     machine.read(1, Unit(0, 1))
     machine.finished(Unit(0, 1), K, 0)
-    commit = machine.commit(revoked=True)
+    commit = machine.commit(going_on_s=60.0)
     assert commit is not None
     assert commit.offset == 0
+    assert commit.hint.going_on_s == 60.0
     after = Partition(1, committed=0, hint=commit.hint)
     assert after.read(0, Unit(0, 0)) is Verdict.LATER
     assert after.read(1, Unit(0, 1)) is Verdict.KNOWN
     assert after.read(2, Unit(1, 0)) is Verdict.WORK
     # A kill leaves no such mark: its work is dispatched at once.
-    killed = Partition(1, committed=0, hint=machine.commit(revoked=False) and Hint())
+    killed = Partition(1, committed=0, hint=machine.commit() and Hint())
     assert killed.read(0, Unit(0, 0)) is Verdict.WORK
 
 
