@@ -28,6 +28,11 @@ MAX_REQUEST_BYTES = 4 * 1024 * 1024
 class Lost(Exception):
     """"Not mine any more": this attempt at the run is over, the next starts through the log."""
 
+    @staticmethod
+    def because(what: str, error: Exception) -> Lost:
+        """What could not be done, and why: the type of an error that has no words (a timeout)."""
+        return Lost(f"{what}: {str(error) or type(error).__name__}")
+
 
 class TooLarge(Exception):
     """The record is bigger than a topic takes: sending it again would not help."""
@@ -128,7 +133,7 @@ class Writer:
             size = len(body or b"")
             raise TooLarge(f"{size} bytes are more than {topic} takes") from error
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not write to {topic}: {error or type(error).__name__}") from error
+            raise Lost.because(f"could not write to {topic}", error) from error
         return sent.offset
 
     async def close(self) -> None:

@@ -43,8 +43,7 @@ async def read_commits(
         await start(admin)
         return await ask_commits(admin, stage, partitions)
     except (KafkaError, TimeoutError) as error:
-        why = error or type(error).__name__
-        raise Lost(f"could not read the commits of {stage.group}: {why}") from error
+        raise Lost.because(f"could not read the commits of {stage.group}", error) from error
     finally:
         await stop(admin)
 

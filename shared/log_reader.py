@@ -61,7 +61,7 @@ class LogReader:
         try:
             await start(self._consumer)
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+            raise Lost.because(f"could not read {self.topic}", error) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class LogReader:
                 ends = await self._consumer.end_offsets(tps)
                 found = await self._consumer.offsets_for_times(asked)
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+            raise Lost.because(f"could not read {self.topic}", error) from error
         self.position = {
             tp.partition: told.offset if (told := found.get(tp)) else ends[tp] for tp in tps
         }
@@ -95,7 +95,7 @@ class LogReader:
         try:
             first = await asyncio.wait_for(self._consumer.beginning_offsets(tps), 30)
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+            raise Lost.because(f"could not read {self.topic}", error) from error
         return {tp.partition: offset for tp, offset in first.items()}
 
     async def ends(self, timeout_s: float) -> dict[int, int]:
@@ -161,7 +161,7 @@ class LogReader:
             told = {tp.partition: offset for tp, offset in error.args[0].items()}
             raise Gone(self.topic, told) from error
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not read {self.topic}: {error or type(error).__name__}") from error
+            raise Lost.because(f"could not read {self.topic}", error) from error
         for tp in tps:
             self.position[tp.partition] = await self._consumer.position(tp)
         return [record for records in got.values() for record in records]

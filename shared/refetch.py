@@ -41,7 +41,7 @@ class Refetch:
             # The next attempt finds the group lost and says so (`retention`).
             raise Lost(f"{self._topic} no longer holds {error.args[0]}") from error
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not read {self._topic}: {error or type(error).__name__}") from error
+            raise Lost.because(f"could not read {self._topic}", error) from error
 
     async def _record(self, partition: int, offset: int) -> ConsumerRecord:
         if self._consumer is None:

@@ -59,7 +59,7 @@ async def run_active(context: RunContext, active: Callable[[Active], Awaitable[N
         await start(consumer)
         await post.attend()
     except (KafkaError, TimeoutError) as error:
-        raise Lost(f"the role of {context.group}: {error or type(error).__name__}") from error
+        raise Lost.because(f"the role of {context.group}", error) from error
     finally:
         await post.step_down()
         await stop(consumer)
@@ -70,7 +70,7 @@ async def _writer(bus: Bus) -> Writer:
     try:
         return await bus.writer()
     except (KafkaError, TimeoutError) as error:
-        raise Lost(f"could not reach the broker: {error or type(error).__name__}") from error
+        raise Lost.because("could not reach the broker", error) from error
 
 
 class _Post(ConsumerRebalanceListener):

@@ -95,7 +95,7 @@ class Inputs:
             letter = decode(record.value, list(record.headers))
         except (KafkaError, TimeoutError, Undecodable) as error:
             raise NotRedrivable(
-                f"its letter is gone from {lies.topic}: {error or type(error).__name__}"
+                f"its letter is gone from {lies.topic}: {str(error) or type(error).__name__}"
             ) from error
         assert isinstance(letter, DeadLetter)
         return letter.inputs

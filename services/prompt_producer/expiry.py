@@ -88,7 +88,7 @@ class ExpiryWatch:
             await start(admin)
             self._retention_s = await shortest_retention_s(admin, names)
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"how long topics keep records: {error or type(error).__name__}") from error
+            raise Lost.because("how long topics keep records", error) from error
         finally:
             await stop(admin)
         return self

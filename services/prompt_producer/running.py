@@ -39,7 +39,7 @@ class Running:
         try:
             await start(self._admin)
         except (KafkaError, TimeoutError) as error:
-            raise Lost(f"could not reach the broker: {error or type(error).__name__}") from error
+            raise Lost.because("could not reach the broker", error) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:

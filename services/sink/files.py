@@ -134,7 +134,7 @@ class FileLeaf:
                 await self._flush_all(writer, consumer)
                 await self._end(writer, ledger)
             except (KafkaError, TimeoutError) as error:
-                raise Lost(f"{self._topic}: {error or type(error).__name__}") from error
+                raise Lost.because(self._topic, error) from error
             finally:
                 await stop(consumer)
 
@@ -194,6 +194,7 @@ class FileLeaf:
     def _report(self) -> None:
         progress = self._context.progress
         progress.state = "working" if self._open else "standby"
+        progress.partitions = sorted(self._open)
         progress.in_flight = sum(len(state.buffer) for state in self._open.values())
         progress.alive()
 
@@ -256,7 +257,6 @@ class FileLeaf:
             seen = Seen(self._partitions, kept.seen.state())
             self._open[partition] = _Open(Decider(seen, min_score=self._min_score), kept.end)
         await self._end_lost(partitions)
-        self._context.progress.partitions = sorted(self._open)
 
     async def _end_lost(self, partitions: Iterable[int]) -> None:
         """End what was deleted before it was read; the chain of parts goes on over the gap."""
