@@ -17,14 +17,17 @@ from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.control import Answer
 from rollstream.shared.dead_letters import TooManyFailures
 from rollstream.shared.log_reader import LogReader
+from rollstream.shared.registry import read_registry, set_status
 from rollstream.shared.routes import Route
 from rollstream.shared.runs import Refusal, Registry, Run, RunConfig, Status
 from rollstream.shared.service import RunContext, Service
+from rollstream.shared.step import Blocked, PausesRun
 from rollstream.shared.topics import control_topic, runs_topic
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FOLLOW_S = 0.5
+TOLD_S = 10.0
 CLEAN_UP_S = 30.0
 """After the grace: last commits, and clients that may hang while they are closed."""
 
@@ -164,6 +167,11 @@ class Attendance:
                 return
             except asyncio.CancelledError:
                 raise
+            except PausesRun as error:
+                context.progress.state = "paused"
+                context.progress.last_error = str(error)
+                await self._pause_run(context)
+                await self._until_told(context)
             except TooManyFailures as error:
                 context.progress.state = "blocked"
                 context.progress.last_error = str(error)
@@ -173,7 +181,7 @@ class Attendance:
             except Exception as error:
                 context.progress.state = "retrying"
                 context.progress.last_error = str(error) or type(error).__name__
-                expected = isinstance(error, Lost) or type(error).__name__ == "Blocked"
+                expected = isinstance(error, Lost | Blocked)
                 self._log.warning(
                     "attempt ended", run=context.run.run, stage=context.route.instance,
                     error=context.progress.last_error, exc_info=not expected,
@@ -187,6 +195,20 @@ class Attendance:
                 return
             except TimeoutError:
                 pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+
+    async def _pause_run(self, context: RunContext) -> None:
+        """Say in the runs topic why the run can't go on; other runs do."""
+        run, why = context.run, f"{context.route.instance}: {context.progress.last_error}"
+        self._log.error("run paused", run=run.run, stage=context.route.instance, error=why)
+        context.changed.clear()
+        try:
+            now = (await read_registry(self._bus, self._prefix)).runs.get(run.run)
+            if now is not None and now.status is Status.RUNNING:
+                await set_status(self._bus, self._prefix, run.run, Status.PAUSED, why)
+                # waits: until the runs topic brings it back to us
+                await asyncio.wait_for(context.changed.wait(), TOLD_S)
+        except (Lost, KafkaError, TimeoutError) as error:
+            self._log.warning("could not pause the run", run=run.run, error=str(error))
 
     async def _until_told(self, context: RunContext) -> None:
         """Wait for somebody to look: `runs pause` and `resume`, or the end of this process."""

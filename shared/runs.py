@@ -44,6 +44,11 @@ class Sampling(msgspec.Struct, frozen=True):
     max_tokens: Annotated[int, Meta(ge=1, description="completion budget in tokens")] = 2048
     stop: Annotated[list[str], Meta(description="stop strings")] = []
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's own distribution is sampled: then its logprobs are the sampler's."""
+        return self.temperature == 1 and self.top_p == 1 and self.top_k in (-1, 0)
+
 
 class Teacher(msgspec.Struct, frozen=True):
     """Whose top-k logprobs are attached to each group, if anybody's."""

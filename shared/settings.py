@@ -54,6 +54,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="scorer: incomplete groups in memory; more are left in the log"),
     ] = 512 * 1024 * 1024
+    tokens_in_flight: Annotated[
+        int, Meta(ge=0, description="generator: prompt and budget tokens at once; 0 = no limit")
+    ] = 1_000_000
     teacher_tokens_in_flight: Annotated[
         int, Meta(ge=1, description="teacher-distiller: prompt tokens at once")
     ] = 65_536

@@ -32,6 +32,10 @@ class Blocked(Exception):
     """
 
 
+class PausesRun(Blocked):
+    """Whatever the run asks for, the answer is this one: it is paused until somebody has looked."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One form of a step and its limits; exactly one of each, batch and group is given."""

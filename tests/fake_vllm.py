@@ -86,10 +86,16 @@ class Fake:
         return {"version": "0.32.0"}
 
     def tokenize(self, body: Any) -> Any:
+        if "prompt" in body:
+            return {"tokens": [*map(ord, body["prompt"])]}
         return {"tokens": ids_of(body["messages"]), "max_model_len": self.context}
 
     def detokenize(self, body: Any) -> Any:
-        return {"prompt": "".join("seven" if i == SEVEN else chr(i) for i in body["tokens"])}
+        return {"prompt": "".join(map(self.text_of, body["tokens"]))}
+
+    @staticmethod
+    def text_of(token: int) -> str:
+        return "seven" if token == SEVEN else chr(token)
 
     def v1_chat_completions(self, body: Any) -> Any:
         prompt = ids_of(body["messages"])
@@ -97,7 +103,8 @@ class Fake:
             words = f"This model's maximum context length is {self.context} tokens."
             return refusal(400, words)
         message = {"role": "assistant", "content": "seven"}
-        choice = self._choice() | {"message": message}
+        best = -0.5 * body.get("temperature", 1.0)
+        choice = self._choice(best=best) | {"message": message}
         if not body.get("return_token_ids"):
             return {"choices": [choice | {"token_ids": None, "logprobs": None}]}
         return {"choices": [choice], "prompt_token_ids": prompt}
@@ -122,14 +129,22 @@ class Fake:
             if k > 20:
                 words = f"Requested prompt logprobs of {k}, which is greater than max allowed: 20"
                 return refusal(400, words)
-            own = [{str(i): {"logprob": -9.0, "rank": 99}} for i in ids]
+            own = [
+                {str(i): {"logprob": -9.0, "rank": 99, "decoded_token": self.text_of(i)}}
+                for i in ids
+            ]
             best = {str(200 + r): {"logprob": -1.0 - r, "rank": r} for r in range(1, k + 1)}
             choice["prompt_logprobs"] = [None, *({**entry, **best} for entry in own[1:])]
         return {"choices": [choice]}
 
-    def _choice(self, top: str = "content") -> dict[str, Any]:
-        values = [-0.5 - n for n in range(len(self.sampled))]
-        told = values if top == "token_logprobs" else [{"logprob": v} for v in values]
+    def weight_info(self, _: Any) -> Any:
+        return {"weight_version": "5"}
+
+    def _choice(self, top: str = "content", best: float = -0.5) -> dict[str, Any]:
+        values: list[float] = [-0.5 - n for n in range(len(self.sampled))]
+        told = values if top == "token_logprobs" else [
+            {"logprob": v, "top_logprobs": [{"logprob": best}]} for v in values
+        ]
         return {"finish_reason": self.finish, "token_ids": self.sampled, "logprobs": {top: told}}
 
 

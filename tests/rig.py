@@ -25,7 +25,7 @@ from rollstream.services.cli.processes import (
     Children,
     service_child,
 )
-from rollstream.services.cli.propose import propose, set_status
+from rollstream.services.cli.propose import propose
 from rollstream.services.cli.run_settings import RunSettings, to_config
 from rollstream.services.cli.up import SERVICES
 from rollstream.shared import routes
@@ -35,7 +35,7 @@ from rollstream.shared.codec import decode
 from rollstream.shared.ledger import LeafBooks
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.registry_reader import read_registry
+from rollstream.shared.registry import read_registry, set_status
 from rollstream.shared.runs import RunConfig, Sampling, SinkSettings, Status
 from rollstream.shared.settings import BROKERS_VARIABLE
 from rollstream.shared.topics import data_topic

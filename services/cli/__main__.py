@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ledger": ("rollstream.services.cli.books", "a run's books: issued = delivered + ..."),
     "dlq": ("rollstream.services.cli.dlq", "a run's dead letters: list, show, redrive"),
     "blobs": ("rollstream.services.cli.blobs", "what of a run's records lies in its object store"),
+    "check": ("rollstream.services.cli.check", "what an inference server can do for a run"),
     "routes": ("rollstream.services.cli.show_routes", "the routing table as a diagram"),
 }
 

@@ -22,7 +22,7 @@ from rollstream.shared.brokers.broker import free_port
 from rollstream.shared.bus import Bus, Lost
 from rollstream.shared.config import ConfigError, Parser
 from rollstream.shared.ledger_reader import read_ledger
-from rollstream.shared.registry_reader import read_registry
+from rollstream.shared.registry import read_registry
 from rollstream.shared.runs import (
     BlobSettings,
     RunConfig,

@@ -19,8 +19,9 @@ from rollstream.shared.bus import Bus, Writer, start, stop
 from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.config import ConfigError
 from rollstream.shared.control import Answer
+from rollstream.shared.inference.vocabulary import TOKENIZER, difference
 from rollstream.shared.log_reader import LogReader
-from rollstream.shared.registry_reader import read_registry
+from rollstream.shared.registry import read_registry
 from rollstream.shared.runs import (
     Registry,
     Run,
@@ -210,6 +211,7 @@ def _completed(config: RunConfig, answers: dict[str, Answer]) -> RunConfig:
                     f"{instance}: env = {env}: its version or arguments differ: fingerprint "
                     f"{fingerprint[:12]} here, {wanted[:12]} at the producer; install the same"
                 )
+    _check_tokenizers(config, facts)
     sources = [
         msgspec.structs.replace(
             source, rows=rows, dataset_fingerprint=dataset,
@@ -226,6 +228,18 @@ def _completed(config: RunConfig, answers: dict[str, Answer]) -> RunConfig:
     if final.restored:
         check_same(final)
     return final
+
+
+def _check_tokenizers(config: RunConfig, facts: dict[str, dict[str, Any]]) -> None:
+    """A teacher's ids must mean what the policy's mean. Raises Refused."""
+    told = {i: found[TOKENIZER] for i, found in facts.items() if TOKENIZER in found}
+    policy = next((i for i in told if config.stage(i).service == "generator"), None)
+    for instance, fingerprint in told.items():
+        if policy and (why := difference(told[policy], fingerprint)):
+            raise Refused(
+                f"{instance}: teacher.model = {config.teacher.model}: its vocabulary is not that "
+                f"of {config.model} ({why}): use a teacher of the same tokenizer"
+            )
 
 
 def remember(config: RunConfig) -> None:
@@ -265,15 +279,3 @@ def check_same(config: RunConfig) -> None:
 async def _tell(writer: Writer, config: RunConfig, key: bytes, value: Any) -> None:
     body = None if value is None else msgspec.json.encode(value)
     await writer.send_bytes(runs_topic(config.prefix), 0, key, body)
-
-
-async def set_status(bus: Bus, prefix: str, run: str, status: Status, reason: str) -> None:
-    """Write a run's new state: paused, running or stopped."""
-    writer = await bus.writer()
-    try:
-        state = RunState(status=status, reason=reason, changed_s=time.time())
-        await writer.send_bytes(
-            runs_topic(prefix), 0, state_key(run), msgspec.json.encode(state)
-        )
-    finally:
-        await writer.close()

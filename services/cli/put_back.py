@@ -21,12 +21,13 @@ from rollstream.shared.redrive import (
     opened_again,
     records_in,
 )
+from rollstream.shared.registry import set_status
 from rollstream.shared.routes import leaves_after
 from rollstream.shared.runs import RunConfig, Status
 from rollstream.shared.topics import data_topic
 
 from .letters import READ_S, Inputs
-from .propose import known_runs, set_status
+from .propose import known_runs
 
 OPEN_EVERY_S = 5.0
 """A slow redrive (`--rate`) opens the run as it goes: what is put back waits for no others."""

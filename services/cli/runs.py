@@ -10,12 +10,13 @@ from aiokafka.errors import KafkaError
 from rollstream.shared.blobs import StoreUnreachable
 from rollstream.shared.bus import Bus, Lost, start, stop
 from rollstream.shared.config import ConfigError, Parser, parse_flags
+from rollstream.shared.registry import set_status
 from rollstream.shared.runs import Run, Status, config_key, state_key
 from rollstream.shared.topics import TopicError, delete, runs_topic
 
 from .blobs import remove_all
 from .connect import Reach, add_reach_flags, find_brokers, load_reach, open_bus, run_async
-from .propose import known_runs, set_status
+from .propose import known_runs
 
 ACTIONS: dict[str, Status] = {
     "pause": Status.PAUSED, "resume": Status.RUNNING, "stop": Status.STOPPED,

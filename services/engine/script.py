@@ -74,7 +74,10 @@ def load_script(file: Path) -> Script:
 
 
 class ScriptExecutor:
-    """Hands out each sequence's scripted tokens, one a step, every logprob -0.5."""
+    """Hands out each sequence's scripted tokens, one a step, every logprob -0.5.
+
+    Times the temperature: a server whose logprobs are the sampler's own is known by their change.
+    """
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -111,9 +114,12 @@ class ScriptExecutor:
             return None
         script = sequence.scripted or [0]
         token = script[min(len(sequence.output), len(script) - 1)]
-        top = self._top(token, sequence.sampling.logprobs or 0)
-        return TokenChoice(token, SCRIPTED_LOGPROB, 1, top)
+        logprob = SCRIPTED_LOGPROB * (sequence.sampling.temperature or 1.0)
+        top = self._top(token, sequence.sampling.logprobs or 0, logprob)
+        return TokenChoice(token, logprob, 1, top)
 
-    def _top(self, token: int, k: int) -> list[tuple[int, float]]:
-        others = [((token + i) % self._vocab, SCRIPTED_LOGPROB - 1 - i) for i in range(1, k)]
-        return [(token, SCRIPTED_LOGPROB), *others][:k]
+    def _top(
+        self, token: int, k: int, logprob: float = SCRIPTED_LOGPROB
+    ) -> list[tuple[int, float]]:
+        others = [((token + i) % self._vocab, logprob - 1 - i) for i in range(1, k)]
+        return [(token, logprob), *others][:k]

@@ -8,7 +8,8 @@ from typing import Any
 
 from rollstream.shared.environments.sequences import Turn, build, turn_of
 from rollstream.shared.inference.client import InferenceClient
-from rollstream.shared.inference.types import Completion, InferenceError
+from rollstream.shared.inference.refusals import Refusals, RefusesAll
+from rollstream.shared.inference.types import Completion, ContextOverflow, InferenceError
 from rollstream.shared.records import (
     Failure,
     Message,
@@ -20,10 +21,7 @@ from rollstream.shared.records import (
     VersionSpan,
 )
 from rollstream.shared.runs import RunConfig
-from rollstream.shared.step import Blocked
-
-HOPELESS = (401, 403, 404)
-"""Every other sample would get the same answer: the run waits, its input uncommitted."""
+from rollstream.shared.step import Blocked, PausesRun
 
 FINISH: dict[str, Stop] = {
     "stop": Stop.STOP,
@@ -45,10 +43,11 @@ class Generate:
         self._want_tokens = want_tokens
         self._client = client
         self._environments = environments
+        self._refusals = Refusals()
         self._sampling = sampling_arguments(run)
 
     async def __call__(self, prompt: Prompt) -> Rollout:
-        """Roll one sample out. Raises Blocked where no sample of the run would fare better."""
+        """Roll one sample out. Raises Blocked where no sample of the run would fare better now."""
         started_s = time.monotonic()
         environment = self._environments.get(prompt.env.fingerprint)
         if prompt.env.id and environment is None:
@@ -62,9 +61,11 @@ class Generate:
                 rollout = await self._plain(prompt)
             else:
                 rollout = await self._environment(prompt, environment)
+        except RefusesAll as error:
+            raise PausesRun(f"endpoint {self._run.endpoint}: {error}") from error
+        except ContextOverflow:
+            rollout = self._rollout(prompt, stop=Stop.TOO_LONG)
         except InferenceError as error:
-            if error.status in HOPELESS:
-                raise Blocked(f"{self._run.endpoint} says {error.status}: {error}") from error
             rollout = self._rollout(
                 prompt, stop=Stop.ERROR, error=Failure(type(error).__name__, str(error))
             )
@@ -107,11 +108,17 @@ class Generate:
             turns += 1
             # Greedy decoding needs no seed, and some servers refuse one.
             seed = (prompt.seed + turns - 1) % 2**31 if sampling.get("temperature") else None
-            return await client.chat(
-                messages, model=run.model, sampling=sampling, tools=tools, prior=prior, seed=seed,
-                sticky=f"{prompt.run}/{prompt.n}", deadline_s=run.deadlines.request_s,
-                want_tokens=self._want_tokens, max_attempts=run.max_attempts,
-            )
+            try:
+                done = await client.chat(
+                    messages, model=run.model, sampling=sampling, tools=tools, prior=prior,
+                    seed=seed, sticky=f"{prompt.run}/{prompt.n}",
+                    deadline_s=run.deadlines.request_s, want_tokens=self._want_tokens,
+                    max_attempts=run.max_attempts,
+                )
+            except InferenceError as error:
+                raise self._refusals.judged(error) from error
+            self._refusals.accepted()
+            return done
 
         return chat
 

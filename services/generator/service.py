@@ -8,14 +8,15 @@ from typing import Any
 from rollstream.shared.config import ConfigError
 from rollstream.shared.environments import v0
 from rollstream.shared.environments.library import Library
-from rollstream.shared.inference.client import InferenceClient
+from rollstream.shared.inference.client import InferenceClient, tokenizer_facts
+from rollstream.shared.inference.refusals import AT_ONCE
 from rollstream.shared.inference.types import InferenceError
 from rollstream.shared.loop import run_stage
 from rollstream.shared.routes import Route
 from rollstream.shared.runs import Refusal, RunConfig
 from rollstream.shared.service import RunContext
 from rollstream.shared.settings import ServiceSettings
-from rollstream.shared.step import Blocked, Step
+from rollstream.shared.step import Blocked, PausesRun, Step
 
 from .generate import Generate
 
@@ -40,6 +41,9 @@ class Generator:
                 async with asyncio.timeout(self._settings.answer_wait_s * 1.2):
                     await client.wait_until_up(self._settings.answer_wait_s)
                     found = await client.capabilities(run.model or None)
+                    facts: dict[str, Any] = {}
+                    if run.teacher.on:
+                        facts = await tokenizer_facts(client, found, run.model)
             except (InferenceError, TimeoutError) as error:
                 why = str(error) or "it takes requests and does not answer"
                 raise Refusal("endpoint", run.endpoint, f"start the server ({why})") from error
@@ -52,7 +56,13 @@ class Generator:
                 "endpoint", run.endpoint,
                 f"rl needs {missing}, which this server does not return: use vLLM ({why})",
             )
-        return {"fingerprints": fingerprints, "server": found.server}
+        if run.wants_tokens and found.logprobs_mode == "raw" and not run.sampling.is_plain:
+            raise Refusal(
+                "endpoint", run.endpoint,
+                "its logprobs are the model's, not the sampler's: start vLLM with --logprobs-mode "
+                "processed_logprobs, or sample with temperature 1, top_p 1 and without top_k",
+            )
+        return {"fingerprints": fingerprints, "server": found.server, **facts}
 
     def endpoints_asked(self) -> list[str]:
         """What `--check` looks at."""
@@ -82,6 +92,7 @@ class Generator:
             return InferenceClient(
                 endpoint.urls, api_key=endpoint.api_key(),
                 max_concurrent=self._settings.max_in_flight,
+                max_tokens_in_flight=self._settings.tokens_in_flight,
                 request_timeout_s=run.deadlines.request_s,
             )
         except ConfigError as error:
@@ -107,5 +118,6 @@ async def _gives_tokens(client: InferenceClient, run: RunConfig) -> bool:
     try:
         found = await client.capabilities(run.model)
     except InferenceError as error:
-        raise Blocked(f"{run.endpoint}: {error}") from error
+        kind = PausesRun if error.status in AT_ONCE else Blocked
+        raise kind(f"endpoint {run.endpoint}: {error}") from error
     return found.token_ids and found.logprobs

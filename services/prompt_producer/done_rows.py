@@ -12,7 +12,7 @@ from rollstream.shared.bus import Bus
 from rollstream.shared.environments.rows import canonical_json
 from rollstream.shared.ledger_reader import ledger_records
 from rollstream.shared.records import Ended, Issued, Outcome, Row
-from rollstream.shared.registry_reader import read_registry
+from rollstream.shared.registry import read_registry
 from rollstream.shared.runs import Refusal, RunConfig, Status
 
 READ_S = 120.0

@@ -12,53 +12,25 @@ import numpy as np
 
 from rollstream.shared.arrays import pack, unpack
 from rollstream.shared.inference.client import InferenceClient
+from rollstream.shared.inference.refusals import Refusals, RefusesAll
 from rollstream.shared.inference.types import InferenceError, PromptLogprobs
 from rollstream.shared.records import Distill, Distilled, Failure, Scored, Sequence, passed_on
 from rollstream.shared.runs import RunConfig
-from rollstream.shared.step import Blocked
+from rollstream.shared.step import PausesRun
 
-HOPELESS = (401, 403, 404)
 SKIP = -1
-
-
-class TokenBudget:
-    """Bounds the prompt tokens in flight, so that a teacher is not buried.
-
-    A sequence longer than the whole budget goes alone.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self._limit = tokens
-        self._used = 0
-        self._changed = asyncio.Condition()
-
-    async def take(self, tokens: int) -> int:
-        """Wait for room; returns what to give back."""
-        taken = min(tokens, self._limit)
-        # waits: within the step's deadline
-        async with self._changed:
-            # waits: within the step's deadline
-            await self._changed.wait_for(lambda: self._used + taken <= self._limit)
-            self._used += taken
-        return taken
-
-    async def give_back(self, taken: int) -> None:
-        # waits: within the step's deadline
-        async with self._changed:
-            self._used -= taken
-            self._changed.notify_all()
 
 
 class Distil:
     """The step of one run."""
 
-    def __init__(self, run: RunConfig, client: InferenceClient, budget: TokenBudget) -> None:
+    def __init__(self, run: RunConfig, client: InferenceClient) -> None:
         self._run = run
         self._client = client
-        self._budget = budget
+        self._refusals = Refusals()
 
     async def __call__(self, group: Scored) -> Distilled:
-        """The group with its payload. Raises Blocked where every group would fail."""
+        """The group with its payload. Raises PausesRun where every group would fail."""
         k = top_k(group, self._run)
         distilled = passed_on(Distilled, group)
         distilled.teacher, distilled.top_k = self._run.teacher.model, k
@@ -81,14 +53,19 @@ class Distil:
 
     async def _ask(self, sequence: Sequence, k: int, sticky: str) -> Distill:
         ids = unpack(sequence.tokens).tolist()
-        taken = await self._budget.take(len(ids))
         try:
             seen = await self._client.prompt_logprobs(
                 ids, k, model=self._run.teacher.model, deadline_s=self._run.deadlines.teacher_s,
                 sticky=sticky,
             )
-        finally:
-            await self._budget.give_back(taken)
+        except InferenceError as error:
+            raise self._refusals.judged(error) from error
+        self._refusals.accepted()
+        offsets = await self._client.text_offsets(
+            ids, seen, model=self._run.teacher.model, deadline_s=self._run.deadlines.teacher_s
+        )
+        if offsets is not None:
+            sequence.extra["text_offsets"] = pack(offsets, "int32")
         return payload(ids, seen, k)
 
 
@@ -96,8 +73,8 @@ def _failure(failures: list[BaseException], run: RunConfig) -> Failure:
     for error in failures:
         if not isinstance(error, Exception):
             raise error
-        if isinstance(error, InferenceError) and error.status in HOPELESS:
-            raise Blocked(f"the teacher {run.teacher.endpoint} says {error.status}: {error}")
+        if isinstance(error, RefusesAll):
+            raise PausesRun(f"teacher {run.teacher.endpoint}: {error}")
     return Failure(type(failures[0]).__name__, str(failures[0]))
 
 

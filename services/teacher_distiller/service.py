@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from rollstream.shared.config import ConfigError
-from rollstream.shared.inference.client import InferenceClient
+from rollstream.shared.inference.client import InferenceClient, tokenizer_facts
 from rollstream.shared.inference.types import InferenceError
 from rollstream.shared.loop import run_stage
 from rollstream.shared.routes import Route
@@ -15,7 +15,7 @@ from rollstream.shared.service import RunContext
 from rollstream.shared.settings import ServiceSettings
 from rollstream.shared.step import Step
 
-from .distill import Distil, TokenBudget
+from .distill import Distil
 
 
 class TeacherDistiller:
@@ -41,6 +41,7 @@ class TeacherDistiller:
                 async with asyncio.timeout(self._settings.answer_wait_s * 1.2):
                     await client.wait_until_up(self._settings.answer_wait_s)
                     found = await client.capabilities(teacher.model)
+                    facts = await tokenizer_facts(client, found, teacher.model)
             except (InferenceError, TimeoutError) as error:
                 why = str(error) or "it takes requests and does not answer"
                 raise Refusal(
@@ -58,7 +59,7 @@ class TeacherDistiller:
                 "teacher.top_k", teacher.top_k,
                 f"the server allows {found.max_prompt_logprobs} (vLLM: --max-logprobs)",
             )
-        return {"server": found.server}
+        return {"server": found.server, **facts}
 
     def endpoints_asked(self) -> list[str]:
         """What `--check` looks at; which one is the teacher's, only a run tells."""
@@ -67,9 +68,8 @@ class TeacherDistiller:
     async def attend(self, context: RunContext) -> None:
         run = context.run
         async with self._client(run) as client:
-            budget = TokenBudget(self._settings.teacher_tokens_in_flight)
             step = Step(
-                each=Distil(run, client, budget), max_in_flight=self._settings.max_in_flight,
+                each=Distil(run, client), max_in_flight=self._settings.max_in_flight,
                 deadline_s=run.deadlines.teacher_s, max_attempts=1,
             )
             await run_stage(context, step, self.produces)
@@ -83,6 +83,7 @@ class TeacherDistiller:
             return InferenceClient(
                 endpoint.urls, api_key=endpoint.api_key(),
                 max_concurrent=self._settings.max_in_flight * 8,
+                max_tokens_in_flight=self._settings.teacher_tokens_in_flight,
                 request_timeout_s=run.deadlines.teacher_s,
             )
         except ConfigError as error:

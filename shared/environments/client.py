@@ -24,11 +24,10 @@ from verifiers.legacy.types import (
 )
 
 from rollstream.shared.environments.messages import from_openai, to_openai
+from rollstream.shared.inference.refusals import RefusesAll
 from rollstream.shared.inference.types import Completion, ContextOverflow, InferenceError
 from rollstream.shared.records import Message, Stop
 
-# What no other sample and no other attempt would fare better with: the caller's to decide.
-_NOT_THE_SAMPLES_FAULT = frozenset({401, 403, 404})
 _ENDINGS = {"abort": Stop.CANCELLED, "content_filter": Stop.REFUSED}
 _VERIFIERS_FINISH: dict[str, FinishReason] = {
     "stop": "stop", "length": "length", "tool_calls": "tool_calls",
@@ -91,7 +90,7 @@ class RolloutClient(Client[ChatCall, list[Message], Completion, dict[str, Any]])
         """One turn.
 
         Raises OverlongPromptError, ModelError (the rollout ends with an error), or the original
-        InferenceError where every other sample would fail alike (401, 403, 404).
+        RefusesAll where every other sample would fail alike.
         """
         self.state = kwargs.get("state", self.state)
         messages = to_openai(prompt)
@@ -106,9 +105,9 @@ class RolloutClient(Client[ChatCall, list[Message], Completion, dict[str, Any]])
             raise ModelError(f"the request timed out: {error}") from error
         except ContextOverflow as error:
             raise OverlongPromptError(str(error)) from error
+        except RefusesAll:
+            raise
         except InferenceError as error:
-            if error.status in _NOT_THE_SAMPLES_FAULT:
-                raise
             raise ModelError(str(error)) from error
         if completion.finish_reason in _ENDINGS:
             self.ended = _ENDINGS[completion.finish_reason], completion

@@ -21,6 +21,7 @@ GENERATE = "/inference/v1/generate"
 MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
 VERSION = "/version"
+WEIGHT_INFO = "/weight_info"
 
 ON_POLICY: dict[str, Any] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -101,6 +102,19 @@ def derender_body(
         "model": model, "generate_response": msgspec.Raw(generated),
         "prompt_tokens": prompt_tokens, "chat_request": chat,
     }
+
+
+def size_tokens(body: dict[str, Any]) -> int:
+    """About how many tokens a request takes at the server: its prompt and its budget.
+
+    A message's text is counted as four characters a token; a budget that is not named as nothing.
+    """
+    params = body.get("sampling_params", body)
+    budget = params.get("max_tokens") or params.get("max_completion_tokens") or 0
+    ids = body.get("token_ids") or body.get("prompt")
+    if ids is not None:
+        return len(ids) + budget
+    return sum(len(str(m.get("content"))) for m in body.get("messages", [])) // 4 + budget
 
 
 def _sampling(

@@ -10,7 +10,13 @@ from typing import Any, Self
 
 import structlog
 
-from rollstream.shared.inference import bodies, continuation, dialects
+from rollstream.shared.inference import (
+    bodies,
+    continuation,
+    dialects,
+    text_offsets,
+    vocabulary,
+)
 from rollstream.shared.inference.endpoints import normalise
 from rollstream.shared.inference.faults import DeadlinePassed, Lessons, learn
 from rollstream.shared.inference.probe import probe
@@ -26,6 +32,7 @@ from rollstream.shared.records import Message
 
 log = structlog.get_logger(__name__)
 
+FINGERPRINT_S = 30.0
 _REASONING = ("reasoning", "reasoning_content")
 
 
@@ -51,16 +58,19 @@ class InferenceClient:
     """
 
     def __init__(
-        self, urls: list[str], *, api_key: str | None, max_concurrent: int, request_timeout_s: float
+        self, urls: list[str], *, api_key: str | None, max_concurrent: int,
+        max_tokens_in_flight: int = 0, request_timeout_s: float,
     ) -> None:
         self._transport = Transport(
             [normalise(url) for url in urls],
-            api_key=api_key, max_concurrent=max_concurrent, request_timeout_s=request_timeout_s,
+            api_key=api_key, max_concurrent=max_concurrent,
+            max_tokens_in_flight=max_tokens_in_flight, request_timeout_s=request_timeout_s,
         )
         self._request_timeout_s = request_timeout_s
-        self._found: dict[str | None, tuple[Capabilities, bool]] = {}
+        self._found: dict[str | None, Capabilities] = {}
         self._asking = asyncio.Lock()
         self._lessons: dict[str, Lessons] = {}
+        self._first_texts: dict[tuple[str, int], str] = {}
 
     async def __aenter__(self) -> Self:
         await self._transport.open()
@@ -95,7 +105,7 @@ class InferenceClient:
         Asked once, of one server: those of an endpoint are taken to be equal.
         Raises InferenceError where asking fails, so that nothing was found out.
         """
-        return (await self._ask_once(model, self._request_timeout_s))[0]
+        return await self._ask_once(model, self._request_timeout_s)
 
     async def chat(
         self,
@@ -144,9 +154,48 @@ class InferenceClient:
         reply = await self._transport.request(
             bodies.COMPLETIONS, bodies.score_body(model, token_ids, k),
             until=time.monotonic() + deadline_s, sticky=sticky, max_attempts=3,
+            tokens=len(token_ids),
         )
         # Up to a megabyte of JSON: off the event loop, which serves other requests meanwhile.
         return await asyncio.to_thread(dialects.parse_prompt_logprobs, reply.body, token_ids, k)
+
+    async def text_offsets(
+        self, token_ids: list[int], seen: PromptLogprobs, *, model: str, deadline_s: float
+    ) -> list[int] | None:
+        """Where each token begins in the text of them all; None where the server doesn't tell."""
+        pieces = [piece for piece in seen.pieces[1:] if piece is not None]
+        if len(pieces) != len(token_ids) - 1:
+            return None
+        until = time.monotonic() + deadline_s
+        try:
+            first = self._first_texts.get((model, token_ids[0]))
+            if first is None:
+                first = await self._text(token_ids[:1], model, until)
+                self._first_texts[model, token_ids[0]] = first
+            text = await self._text(token_ids, model, until)
+        except InferenceError as error:
+            log.debug("inference_no_text_offsets", error=str(error))
+            return None
+        return text_offsets.text_offsets([first, *pieces], text)
+
+    async def tokenizer_fingerprint(self, model: str, deadline_s: float) -> list[str]:
+        """How the server's tokenizer takes the probes of `vocabulary`. Raises InferenceError."""
+        until = time.monotonic() + deadline_s
+        ids = []
+        for text in vocabulary.PROBES:
+            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            reply = await self._transport.request(
+                bodies.TOKENIZE, body, until=until, sticky="capabilities", max_attempts=3
+            )
+            ids.append(dialects.parse_tokenized(reply.body).tokens)
+        return vocabulary.fingerprint(ids)
+
+    async def _text(self, token_ids: list[int], model: str, until: float) -> str:
+        body = {"model": model, "tokens": token_ids}
+        reply = await self._transport.request(
+            bodies.DETOKENIZE, body, until=until, max_attempts=3
+        )
+        return dialects.parse_detokenized(reply.body)
 
     async def _plain(self, turn: _Turn, want_tokens: bool) -> Completion:
         """A chat request, again where the server teaches something about its parameters."""
@@ -183,14 +232,14 @@ class InferenceClient:
         answer_at = continuation.last_answer(turn.messages)
         if answer_at is None or not turn.sampling.keys() <= bodies.TOKEN_ROUTE_KEYS:
             return None
-        found, derenders = await self._ask_once(turn.model, turn.until - time.monotonic())
+        found = await self._ask_once(turn.model, turn.until - time.monotonic())
         # Only the server can parse tool calls and reasoning: after generate, by derendering.
         to_parse = bool(turn.tools) or any(key in prior.message for key in _REASONING)
         # A stop string has to be cut off the text, which /v1/completions does.
         by_generate = found.generate_route and not turn.sampling.get("stop")
         if not (found.tokenize and found.token_ids):
             return None
-        if to_parse and not (by_generate and derenders):
+        if to_parse and not (by_generate and found.derender):
             return None
         try:
             tail, context_tokens = await self._tail(turn, answer_at)
@@ -210,7 +259,7 @@ class InferenceClient:
         body = bodies.generate_body(turn.model, ids, sampling, turn.seed)
         reply = await self._post(bodies.GENERATE, body, turn)
         done = _signed(dialects.parse_generate(reply.body, ids), reply)
-        if derenders:
+        if found.derender:
             await self._derender(turn, done, reply.body)
         else:
             await self._detokenize(turn, done, end_of_turn=tail[0])
@@ -251,10 +300,11 @@ class InferenceClient:
 
     async def _post(self, path: str, body: dict[str, Any], turn: _Turn) -> Reply:
         return await self._transport.request(
-            path, body, until=turn.until, sticky=turn.sticky, max_attempts=turn.max_attempts
+            path, body, until=turn.until, sticky=turn.sticky, max_attempts=turn.max_attempts,
+            tokens=bodies.size_tokens(body),
         )
 
-    async def _ask_once(self, model: str | None, timeout_s: float) -> tuple[Capabilities, bool]:
+    async def _ask_once(self, model: str | None, timeout_s: float) -> Capabilities:
         until = time.monotonic() + timeout_s
 
         async def ask(path: str, body: dict[str, Any] | None) -> bytes:
@@ -289,3 +339,15 @@ def _within(sampling: dict[str, Any], prompt_tokens: int, context_tokens: int) -
             f"the turn's prompt has {prompt_tokens} tokens, the model's context {context_tokens}"
         )
     return sampling | {"max_tokens": min(sampling.get("max_tokens") or left, left)}
+
+
+async def tokenizer_facts(
+    client: InferenceClient, found: Capabilities, model: str
+) -> dict[str, list[str]]:
+    """What a stage answers of its server's tokenizer: policy and teacher must have the same one.
+
+    Raises InferenceError.
+    """
+    if not found.tokenize:
+        return {}
+    return {vocabulary.TOKENIZER: await client.tokenizer_fingerprint(model, FINGERPRINT_S)}

@@ -33,9 +33,14 @@ class _Usage(msgspec.Struct):
     cost: float | None = None
 
 
+class _Best(msgspec.Struct):
+    logprob: float | None = None
+
+
 class _Sampled(msgspec.Struct):
     logprob: float | None = None
     token_id: int | None = None
+    top_logprobs: list[_Best] | None = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -48,6 +53,7 @@ class _Logprobs(msgspec.Struct):
 class _Entry(msgspec.Struct):
     logprob: float | None = None
     rank: int | None = None
+    decoded_token: str | None = None
 
 
 class _Span(msgspec.Struct):
@@ -97,6 +103,10 @@ class _Version(msgspec.Struct):
     version: str
 
 
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | int
+
+
 def parse_chat(body: bytes, *, want_tokens: bool) -> Completion:
     """A chat answer; with `want_tokens` its prompt ids, sampled ids and logprobs, checked."""
     answer, choice = _first_choice(body)
@@ -110,6 +120,16 @@ def has_logprobs(body: bytes) -> bool:
     """Whether a chat answer carries logprobs."""
     _, choice = _first_choice(body)
     return bool(choice.logprobs and choice.logprobs.content)
+
+
+def parse_best_logprob(body: bytes) -> float:
+    """The first position's best logprob in a chat answer."""
+    _, choice = _first_choice(body)
+    content = choice.logprobs.content if choice.logprobs else None
+    best = (content[0].top_logprobs if content else None) or []
+    if not best:
+        raise _wrong("the answer has no top_logprobs")
+    return max(_number(one.logprob, "top_logprobs") for one in best)
 
 
 def parse_completion(body: bytes, prompt_ids: list[int]) -> Completion:
@@ -148,7 +168,7 @@ def parse_prompt_logprobs(body: bytes, ids: list[int], k: int) -> PromptLogprobs
         raise _wrong("the answer has no prompt_logprobs")
     if len(rows) != len(ids):
         raise _wrong(f"prompt_logprobs has {len(rows)} positions for {len(ids)} tokens")
-    scored = PromptLogprobs(top_ids=[[]], top_logprobs=[[]], own=[None])
+    scored = PromptLogprobs(top_ids=[[]], top_logprobs=[[]], own=[None], pieces=[None])
     for at, (token, row) in enumerate(zip(ids[1:], rows[1:], strict=True), start=1):
         if row is None or token not in row:
             raise _wrong(f"prompt_logprobs[{at}] lacks the prompt's own token {token}")
@@ -159,6 +179,7 @@ def parse_prompt_logprobs(body: bytes, ids: list[int], k: int) -> PromptLogprobs
         scored.top_ids.append([i for _, i in best])
         scored.top_logprobs.append([_number(row[i].logprob, where) for _, i in best])
         scored.own.append(_number(row[token].logprob, where))
+        scored.pieces.append(row[token].decoded_token)
     return scored
 
 
@@ -181,6 +202,19 @@ def parse_detokenized(body: bytes) -> str:
 def parse_version(body: bytes) -> str:
     """The server's version."""
     return _decode(body, _Version).version
+
+
+def parse_weight_version(body: bytes) -> str:
+    """What /weight_info says of the weights."""
+    return str(_decode(body, _WeightInfo).weight_version)
+
+
+def waiting_requests(metrics: bytes) -> float:
+    """Requests that wait at the server, of its Prometheus page; 0 where that says nothing."""
+    return sum(
+        float(line.rsplit(b" ", 1)[-1]) for line in metrics.splitlines()
+        if line.startswith((b"vllm:num_requests_waiting{", b"vllm:num_requests_waiting "))
+    )
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

@@ -31,7 +31,10 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
     name: str = ""
     url: str | list[str]
-    """Base URLs, with or without `/v1`; several as a list or separated by commas."""
+    """Base URLs, with or without `/v1`; several as a list or separated by commas.
+
+    `dns+http://NAME:PORT`: every address of the name is a server, looked up again and again.
+    """
     api_key_env: str = ""
     api_key_file: str = ""
     models: list[str] = []
@@ -85,7 +88,7 @@ def normalise(url: str) -> str:
         port_is_valid = parts.port is None or parts.port > 0
     except ValueError:
         port_is_valid = False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid:
+    if parts.scheme not in ("http", "https", "dns+http") or not parts.hostname or not port_is_valid:
         raise ValueError(f"{text!r} is no http URL: give one like http://localhost:9001/v1")
     if parts.query or parts.fragment:
         raise ValueError(f"{text!r} has a query or fragment: give the base URL only")
@@ -114,6 +117,15 @@ class Pool:
     def __init__(self, urls: Sequence[str]) -> None:
         self._servers = [Server(url) for url in urls]
 
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers]
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Servers came or went; what is known of those that stay is kept."""
+        known = {server.url: server for server in self._servers}
+        self._servers = [known.get(url) or Server(url) for url in dict.fromkeys(urls)]
+
     def pick(self, key: str, now: float, avoid: Collection[str] = ()) -> str | None:
         """A URL, now counted as in flight; None while every server is paused.
 
@@ -133,7 +145,9 @@ class Pool:
 
     def finish(self, url: str, outcome: Outcome, now: float) -> None:
         """The request that `pick` counted is over."""
-        server = next(s for s in self._servers if s.url == url)
+        server = next((s for s in self._servers if s.url == url), None)
+        if server is None:
+            return  # it has gone meanwhile
         server.in_flight -= 1
         if outcome == "ok":
             server.faults, server.closed_until = 0, None
@@ -151,7 +165,7 @@ class Pool:
 
     def next_chance(self) -> float:
         """When the first server may be tried again (in the past where one works)."""
-        return min(s.closed_until or 0.0 for s in self._servers)
+        return min((s.closed_until or 0.0 for s in self._servers), default=float("inf"))
 
     def in_flight(self) -> dict[str, int]:
         """Requests under way per URL."""

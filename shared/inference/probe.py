@@ -14,15 +14,17 @@ Ask = Callable[[str, dict[str, Any] | None], Awaitable[bytes]]
 
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Say hi."}]
 _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1}
+_SAME = 1e-4
+"""Logprobs that differ by less are equal, and a token with less is as good as certain."""
 _MANY_LOGPROBS = 1000
 """More than any teacher payload; vLLM refuses it with its limit in the message (20 by default)."""
 
 
-async def probe(ask: Ask, model: str | None) -> tuple[Capabilities, bool]:
-    """What the server can do for `model` (its first where None), and whether it can derender.
+async def probe(ask: Ask, model: str | None) -> Capabilities:
+    """What the server can do for `model` (its first where None).
 
-    Costs at most five sampled tokens. Raises InferenceError where a request fails by what may pass,
-    or where the server takes no key: nothing would be learnt from that.
+    Costs at most seven sampled tokens. Raises InferenceError where a request fails by what may
+    pass, or where the server takes no key: nothing would be learnt from that.
     """
     found = Capabilities(models=[])
     owner = ""
@@ -41,10 +43,13 @@ async def probe(ask: Ask, model: str | None) -> tuple[Capabilities, bool]:
     if not ids:
         without = "there are no token ids to ask with"
         found.detail |= {"generate_route": without, "prompt_logprobs": without}
-        return found, False
-    derenders = await _probe_generate(ask, found, model, ids)
+        return found
+    if found.token_ids:
+        await _probe_logprobs_mode(ask, found, model)
+    await _probe_generate(ask, found, model, ids)
     await _probe_prompt_logprobs(ask, found, model, ids)
-    return found, derenders
+    await _probe_weight_version(ask, found)
+    return found
 
 
 async def _server(ask: Ask, owner: str) -> str:
@@ -58,12 +63,12 @@ async def _server(ask: Ask, owner: str) -> str:
 async def _probe_tokenize(ask: Ask, found: Capabilities, model: str) -> list[int]:
     body = bodies.tokenize_body(model, _QUESTION, {}, None)
     try:
-        ids = dialects.parse_tokenized(await ask(bodies.TOKENIZE, body)).tokens
+        told = dialects.parse_tokenized(await ask(bodies.TOKENIZE, body))
     except InferenceError as error:
         found.detail["tokenize"] = _reason(error)
         return []
-    found.tokenize = True
-    return ids
+    found.tokenize, found.context_tokens = True, told.max_model_len or 0
+    return told.tokens
 
 
 async def _probe_chat(ask: Ask, found: Capabilities, model: str) -> Completion | None:
@@ -77,10 +82,6 @@ async def _probe_chat(ask: Ask, found: Capabilities, model: str) -> Completion |
         found.detail["token_ids"] = _reason(error)
     else:
         found.token_ids = found.logprobs = True
-        found.detail["logprobs_mode"] = (
-            "the server doesn't tell whether logprobs are the sampler's own: start vLLM with "
-            "--logprobs-mode processed_logprobs, or sample at temperature 1 without truncation"
-        )
         return done
     body = {"model": model, "messages": _QUESTION, **_ONE_TOKEN, "logprobs": True}
     try:
@@ -93,15 +94,45 @@ async def _probe_chat(ask: Ask, found: Capabilities, model: str) -> Completion |
     return None
 
 
-async def _probe_generate(ask: Ask, found: Capabilities, model: str, ids: list[int]) -> bool:
+async def _probe_logprobs_mode(ask: Ask, found: Capabilities, model: str) -> None:
+    """No server says it: the best token's logprob at two temperatures does."""
+    best = []
+    for temperature in (1.0, 2.0):
+        sampling = _ONE_TOKEN | {"temperature": temperature}
+        body = bodies.chat_body(
+            model, _QUESTION, sampling, tools=None, seed=0, want_tokens=True
+        ) | {"top_logprobs": 1}
+        try:
+            best.append(dialects.parse_best_logprob(await ask(bodies.CHAT, body)))
+        except InferenceError as error:
+            found.detail["logprobs_mode"] = _reason(error)
+            return
+    if abs(best[0] - best[1]) > _SAME:
+        found.logprobs_mode = "processed"
+    elif best[0] < -_SAME:
+        found.logprobs_mode = "raw"
+    else:
+        found.detail["logprobs_mode"] = "the model is certain of its answer at any temperature"
+
+
+async def _probe_weight_version(ask: Ask, found: Capabilities) -> None:
+    try:
+        dialects.parse_weight_version(await ask(bodies.WEIGHT_INFO, None))
+    except InferenceError as error:
+        found.detail["weight_version"] = _reason(error)
+    else:
+        found.weight_version = True
+
+
+async def _probe_generate(ask: Ask, found: Capabilities, model: str, ids: list[int]) -> None:
     try:
         generated = await ask(
             bodies.GENERATE, bodies.generate_body(model, ids, _ONE_TOKEN, None)
         )
         dialects.parse_generate(generated, ids)
     except InferenceError as error:
-        found.detail["generate_route"] = _reason(error)
-        return False
+        found.detail["generate_route"] = found.detail["derender"] = _reason(error)
+        return
     found.generate_route = True
     chat = bodies.chat_body(model, _QUESTION, {}, tools=None, seed=None, want_tokens=False)
     body = bodies.derender_body(model, generated, len(ids), chat)
@@ -109,8 +140,8 @@ async def _probe_generate(ask: Ask, found: Capabilities, model: str, ids: list[i
         dialects.parse_derendered(await ask(bodies.DERENDER, body))
     except InferenceError as error:
         found.detail["derender"] = _reason(error)
-        return False
-    return True
+    else:
+        found.derender = True
 
 
 async def _probe_prompt_logprobs(ask: Ask, found: Capabilities, model: str, ids: list[int]) -> None:

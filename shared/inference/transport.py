@@ -7,14 +7,18 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
 import structlog
 
+from rollstream.shared.inference.dialects import waiting_requests
 from rollstream.shared.inference.endpoints import Outcome, Pool
 from rollstream.shared.inference.faults import Busy, DeadlinePassed, error_from, error_within_200
+from rollstream.shared.inference.limits import Limit
+from rollstream.shared.inference.names import addresses, is_name
 from rollstream.shared.inference.types import InferenceError, ServerUnavailable
 
 log = structlog.get_logger(__name__)
@@ -22,6 +26,8 @@ log = structlog.get_logger(__name__)
 BACKOFF_S = 0.5
 BACKOFF_MAX_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
+WATCH_S = 2.0
+LOOK_UP_S = 10.0
 KEEP_ALIVE_S = 4.0
 """Less than a server's (vLLM's is 5): who closes an idle connection second risks a lost request."""
 
@@ -34,32 +40,49 @@ class Reply(msgspec.Struct):
     attempts: int
 
 
+@dataclass
+class _Place:
+    """One request's share of the limit, and how it ended."""
+
+    outcome: Outcome = "unknown"
+
+
 class Transport:
     """Requests to whichever server of the pool is best, again elsewhere where one fails."""
 
     def __init__(
-        self, urls: list[str], *, api_key: str | None, max_concurrent: int, request_timeout_s: float
+        self, urls: list[str], *, api_key: str | None, max_concurrent: int,
+        max_tokens_in_flight: int = 0, request_timeout_s: float,
     ) -> None:
         self.urls = urls
-        self._pool = Pool(urls)
+        self._pool = Pool([url for url in urls if not is_name(url)])
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._limit = Limit(max_concurrent, max_tokens_in_flight)
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Condition()
+        self._watch: asyncio.Task[None] | None = None
         self._request_timeout_s = request_timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._silent: set[str] = set()
+        """Servers without vLLM's metrics."""
         self._last_fault: InferenceError | None = None
         """Of any request: the reason why servers are paused for all."""
 
     async def open(self) -> None:
-        """Open the session; no connection is made yet."""
+        """Open the session, look names up; no connection is made yet."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             headers={"Content-Type": "application/json", **self._headers},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             trust_env=False,
         )
+        await self._look_names_up()
+        self._watch = asyncio.create_task(self._watch_servers())
 
     async def close(self) -> None:
         """Close the session; what is under way is cut, which makes a server abort it."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self._session is not None:
             await self._session.close()
 
@@ -75,8 +98,11 @@ class Transport:
         until: float,
         sticky: str = "",
         max_attempts: int = 1,
+        tokens: int = 0,
     ) -> Reply:
         """POST `body` as JSON, or GET where there is none; `until` is a time.monotonic().
+
+        `tokens`: about how many it takes at the server, prompt and budget together.
 
         Raises ContextOverflow and other InferenceErrors with the server's words; after
         `max_attempts` retryable ones the last of them, ServerUnavailable where no server could be
@@ -89,11 +115,12 @@ class Transport:
             if failure and not self._pool.has_untried(tried, time.monotonic()):
                 await self._pause(_backoff_s(len(tried), failure), until, failure)
             # The place first: a server picked before a long wait may be dead after it.
-            async with self._place(until):
+            async with self._place(until, tokens) as place:
                 url = await self._pick(sticky, tried, until, failure)
                 tried.append(url)
                 try:
-                    return Reply(await self._once(url, path, data, until), url, len(tried))
+                    answer = await self._once(url, path, data, until, place)
+                    return Reply(answer, url, len(tried))
                 except InferenceError as error:
                     if not error.retryable:
                         raise
@@ -110,7 +137,8 @@ class Transport:
         until = time.monotonic() + timeout_s
         last: InferenceError | None = None
         while True:
-            for url in self.urls:
+            await self._look_names_up()
+            for url in self._pool.urls:
                 try:
                     soon = min(until, time.monotonic() + CONNECT_TIMEOUT_S)
                     await self._exchange("GET", f"{url}/v1/models", None, soon)
@@ -129,18 +157,24 @@ class Transport:
             await asyncio.sleep(BACKOFF_S)
 
     @asynccontextmanager
-    async def _place(self, until: float) -> AsyncIterator[None]:
-        """One of the `max_concurrent` places. Raises DeadlinePassed."""
+    async def _place(self, until: float, tokens: int) -> AsyncIterator[_Place]:
+        """Room for one more request. Raises DeadlinePassed."""
         try:
-            async with asyncio.timeout(until - time.monotonic()):
-                await self._slots.acquire()
+            # One after the other: a big request must not be overtaken for ever by small ones.
+            async with asyncio.timeout(until - time.monotonic()), self._turn, self._freed:
+                await self._freed.wait_for(lambda: self._limit.admits(tokens))
+                self._limit.begin(tokens)
         except TimeoutError:
-            words = "the deadline passed while max_concurrent requests were under way"
-            raise DeadlinePassed(words) from None
+            words = f"the deadline passed while {self._limit.requests} requests were under way"
+            raise DeadlinePassed(f"{words} (max_concurrent, or what the server can take)") from None
+        place = _Place()
         try:
-            yield
+            yield place
         finally:
-            self._slots.release()
+            self._limit.end(tokens, place.outcome, time.monotonic())
+            # waits: nobody holds it across an await
+            async with self._freed:
+                self._freed.notify_all()
 
     async def _pick(
         self, sticky: str, tried: list[str], until: float, failure: InferenceError | None
@@ -162,18 +196,61 @@ class Transport:
             ) from reason
         raise DeadlinePassed(f"the deadline comes first; last error: {failure}") from failure
 
-    async def _once(self, url: str, path: str, data: bytes | None, until: float) -> bytes:
-        outcome: Outcome = "unknown"
+    async def _once(
+        self, url: str, path: str, data: bytes | None, until: float, place: _Place
+    ) -> bytes:
         try:
             body = await self._exchange("GET" if data is None else "POST", url + path, data, until)
-            outcome = "ok"
+            place.outcome = "ok"
             return body
         except InferenceError as error:
             if not isinstance(error, DeadlinePassed):
-                outcome = "fault" if error.retryable else "ok"
+                place.outcome = "fault" if error.retryable else "ok"
             raise
         finally:
-            self._pool.finish(url, outcome, time.monotonic())
+            self._pool.finish(url, place.outcome, time.monotonic())
+
+    # -- the servers ---------------------------------------------------------------------------
+
+    async def _watch_servers(self) -> None:
+        """Look at the queues, and the names up again, as long as the session is open."""
+        looked_up_s = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if time.monotonic() - looked_up_s >= LOOK_UP_S:
+                looked_up_s = time.monotonic()
+                await self._look_names_up()
+            busy = [url for url, count in self._pool.in_flight().items() if count]
+            if any([await self._queues(url) for url in busy]):
+                self._limit.queueing(time.monotonic())
+
+    async def _look_names_up(self) -> None:
+        """A server for each address of a name; those of before where it can't be looked up now."""
+        names = [url for url in self.urls if is_name(url)]
+        if not names:
+            return
+        found = [url for url in self.urls if not is_name(url)]
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                for name in names:
+                    found += await addresses(name)
+        except (OSError, TimeoutError) as error:
+            log.warning("inference_name_not_found", names=names, error=str(error))
+            return
+        self._pool.set_urls(found)
+
+    async def _queues(self, url: str) -> bool:
+        """Whether requests wait at a server that tells (vLLM's own number)."""
+        if url in self._silent:
+            return False
+        try:
+            until = time.monotonic() + WATCH_S
+            body = await self._exchange("GET", f"{url}/metrics", None, until)
+        except InferenceError as error:
+            if error.status is not None:
+                self._silent.add(url)
+            return False
+        return waiting_requests(body) > 0
 
     async def _exchange(
         self, method: Literal["GET", "POST"], url: str, data: bytes | None, until: float

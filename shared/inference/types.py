@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,6 +39,8 @@ class PromptLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[list[float]]
     own: list[float | None]
     """The logprob of the token that is there; None at position 0."""
+    pieces: list[str | None] = []
+    """Each token's own text, as far as the server tells; None at position 0."""
 
 
 class Capabilities(msgspec.Struct, kw_only=True):
@@ -50,9 +52,17 @@ class Capabilities(msgspec.Struct, kw_only=True):
     token_ids: bool = False
     """Chat answers carry prompt and sampled token ids (`return_token_ids`)."""
     logprobs: bool = False
+    logprobs_mode: Literal["processed", "raw", ""] = ""
+    """Whether sampled logprobs are the sampler's own or the model's before temperature and cuts;
+    empty where the two answers that were compared don't tell."""
     prompt_logprobs: bool = False
     max_prompt_logprobs: int = 0
     tokenize: bool = False
+    derender: bool = False
+    """Tool calls and reasoning of sampled tokens are parsed by the server."""
+    weight_version: bool = False
+    """The server tells its weights' version and takes new ones (vLLM's development routes)."""
+    context_tokens: int = 0
     server: str = ""
     detail: dict[str, Any] = {}
     """Per missing capability the reason, in the server's own words."""

@@ -11,8 +11,8 @@ import pytest
 from reckoning import reckon
 from rig import MODEL, Engine, Rig, rig
 
-from rollstream.services.cli.propose import set_status
 from rollstream.shared.records import Rollout
+from rollstream.shared.registry import set_status
 from rollstream.shared.runs import RunConfig, Status, Teacher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]

@@ -28,6 +28,7 @@ from fake_vllm import (
 from rollstream.shared.inference import endpoints
 from rollstream.shared.inference.continuation import extends, follows
 from rollstream.shared.inference.types import Completion, ContextOverflow, InferenceError
+from rollstream.shared.inference.vocabulary import difference
 from rollstream.shared.records import VersionSpan
 
 pytestmark = pytest.mark.usefixtures("without_patience")
@@ -71,7 +72,10 @@ async def test_a_vllm_can_do_everything_and_says_so(served: tuple[str, str]):
         assert found.generate_route
         assert found.prompt_logprobs
         assert found.max_prompt_logprobs == 20
-        assert "logprobs_mode" in found.detail
+        assert found.derender or "derender" in found.detail
+        assert found.weight_version
+        assert found.context_tokens > 0
+        assert found.logprobs_mode == "processed"
 
 
 async def test_turns_of_one_conversation_are_one_token_sequence(served: tuple[str, str]):
@@ -104,6 +108,27 @@ async def test_a_teacher_gives_k_best_for_every_position(served: tuple[str, str]
             assert all(row == sorted(row, reverse=True) for row in scored.top_logprobs)
             assert scored.own[0] is None
             assert all(own is not None and own <= 0 for own in scored.own[1:])
+
+
+async def test_each_token_has_its_place_in_the_text(served: tuple[str, str]):
+    url, model = served
+    async with client_of(url) as client:
+        ids = (await ask(client, model=model)).prompt_ids
+        assert ids
+        seen = await client.prompt_logprobs(ids, 0, model=model, deadline_s=20.0)
+        offsets = await client.text_offsets(ids, seen, model=model, deadline_s=20.0)
+        assert offsets is not None
+        assert (offsets[0], len(offsets)) == (0, len(ids))
+        assert offsets == sorted(offsets)
+        assert offsets[-1] > len("3 + 4?")
+
+
+async def test_a_tokenizer_is_told_from_another(served: tuple[str, str]):
+    url, model = served
+    async with client_of(url) as client:
+        one = await client.tokenizer_fingerprint(model, 30.0)
+        assert difference(one, await client.tokenizer_fingerprint(model, 30.0)) == ""
+        assert "become other tokens" in difference(one, ["" for _ in one])
 
 
 async def test_a_model_that_isnt_there_is_refused_at_once_in_the_servers_words(
@@ -232,7 +257,7 @@ async def test_capabilities_are_asked_once_even_by_many():
         assert found[0].server == "vllm 0.32.0"
         assert (await client.capabilities(None)).token_ids
         tokens = sum(body.get("max_tokens", 0) for body in fake.asked("/v1/chat/completions"))
-        assert tokens == 2
+        assert tokens == 6
 
 
 async def test_what_is_missing_is_said_in_the_servers_words():

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_vllm import Fake, Handler, answer_with, ask, break_off, client_of, drop, stall
+from fake_vllm import (
+    SAMPLING,
+    Fake,
+    Handler,
+    answer_with,
+    ask,
+    break_off,
+    client_of,
+    drop,
+    stall,
+)
 
-from rollstream.shared.inference import endpoints, transport
+from rollstream.shared.inference import endpoints, limits, transport
 from rollstream.shared.inference.faults import DeadlinePassed
 from rollstream.shared.inference.types import InferenceError, ServerUnavailable
 
@@ -175,6 +186,49 @@ async def test_the_limit_holds_and_connections_are_kept():
         assert len(fake.connections) == 3
 
 
+async def test_the_limit_shrinks_while_requests_queue_at_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(transport, "WATCH_S", 0.02)
+    monkeypatch.setattr(limits, "FIRST", 2)
+    async with Fake() as fake, client_of(fake.url, max_concurrent=40) as client:
+        now, most, waiting = 0, 0, 0
+
+        async def slow(request: web.Request) -> web.StreamResponse:
+            nonlocal now, most
+            if request.path == "/metrics":
+                return web.Response(text=f'vllm:num_requests_waiting{{a="b"}} {waiting}.0\n')
+            now, most = now + 1, max(most, now + 1)
+            await asyncio.sleep(0.05)
+            now -= 1
+            answer = fake.v1_chat_completions({"messages": [], "return_token_ids": True})
+            return web.json_response(answer)
+
+        fake.always = slow
+        await asyncio.gather(*(ask(client) for _ in range(40)))
+        grown, most, waiting = most, 0, 7
+        assert grown > 4
+        await asyncio.gather(*(ask(client) for _ in range(10)))
+        most = 0
+        await asyncio.gather(*(ask(client) for _ in range(40)))
+        assert most < grown
+
+
+async def test_a_big_request_waits_for_room_and_is_not_overtaken():
+    async with Fake() as fake, client_of(fake.url, max_tokens_in_flight=100) as client:
+        order: list[int] = []
+        small, big = SAMPLING | {"max_tokens": 40}, SAMPLING | {"max_tokens": 500}
+
+        async def say(n: int, sampling: dict[str, Any]) -> None:
+            await ask(client, sampling=sampling)
+            order.append(n)
+
+        fake.context = 1000
+        tasks = [asyncio.create_task(say(n, big if n == 2 else small)) for n in range(6)]
+        await asyncio.gather(*tasks)
+        assert order.index(2) == 2
+
+
 async def test_waiting_for_a_place_ends_with_the_deadline():
     async with Fake() as fake, client_of(fake.url, max_concurrent=1) as client:
         fake.always = stall
@@ -224,3 +278,40 @@ async def test_more_logprobs_than_the_server_gives_and_nonsense():
             await client.prompt_logprobs([7, 8], -1, model="m", deadline_s=20.0)
         with pytest.raises(ValueError, match="tokens"):
             await client.prompt_logprobs([], 1, model="m", deadline_s=20.0)
+
+
+async def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
+    """A server that comes is used, one that goes is not; what can't be looked up stays."""
+    there: list[str] = []
+
+    async def addresses(name: str) -> list[str]:
+        assert name == "dns+http://vllm.test:8000"
+        if not there:
+            raise OSError("no such name")
+        return list(there)
+
+    monkeypatch.setattr(transport, "addresses", addresses)
+    monkeypatch.setattr(transport, "WATCH_S", 0.02)
+    monkeypatch.setattr(transport, "LOOK_UP_S", 0.0)
+    async with Fake() as one, Fake() as two, client_of("dns+http://vllm.test:8000/v1") as client:
+        with pytest.raises(ServerUnavailable):
+            await ask(client, deadline_s=0.2)
+        there.append(one.url.removesuffix("/v1"))
+        await client.wait_until_up(10.0)
+        await ask(client)
+        there[:] = [two.url.removesuffix("/v1")]
+        while not client.in_flight().keys() >= set(there):
+            await asyncio.sleep(0.02)
+        asked = len(one.asked("/v1/chat/completions"))
+        there.clear()
+        for _ in range(3):
+            await ask(client)
+        assert len(two.asked("/v1/chat/completions")) == 3
+        assert len(one.asked("/v1/chat/completions")) == asked == 1
+
+
+async def test_a_real_name_is_looked_up():
+    async with Fake() as fake:
+        port = fake.url.rsplit(":", 1)[1].removesuffix("/v1")
+        async with client_of(f"dns+http://localhost:{port}/v1") as client:
+            assert (await ask(client)).text == "seven"

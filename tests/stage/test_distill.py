@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 from making import run
 
-from rollstream.services.teacher_distiller.distill import Distil, TokenBudget, payload, top_k
+from rollstream.services.teacher_distiller.distill import Distil, payload, top_k
 from rollstream.shared.arrays import pack, unpack
 from rollstream.shared.inference.types import InferenceError, PromptLogprobs
 from rollstream.shared.records import EnvRef, Kind, Row, Sample, Scored, Sequence, Stop
 from rollstream.shared.runs import Teacher
-from rollstream.shared.step import Blocked
+from rollstream.shared.step import PausesRun
 
 RUN = run(teacher=Teacher(endpoint="t", model="big", top_k=2))
 
@@ -36,6 +35,9 @@ class FakeTeacher:
             own=[None, *(-0.5 for _ in rows)],
         )
 
+    async def text_offsets(self, ids: list[int], *_: Any, **__: Any) -> list[int] | None:
+        return [10 * t for t in range(len(ids))] if len(ids) > 2 else None
+
 
 def group(*sequences: list[int], **overrides: Any) -> Scored:
     return Scored(
@@ -51,7 +53,7 @@ def group(*sequences: list[int], **overrides: Any) -> Scored:
 
 
 async def distil(given: Scored, teacher: FakeTeacher):
-    return await Distil(RUN, teacher, TokenBudget(100))(given)  # type: ignore[arg-type]
+    return await Distil(RUN, teacher)(given)  # type: ignore[arg-type]
 
 
 async def test_row_t_speaks_of_token_t_given_the_ones_before():
@@ -61,6 +63,9 @@ async def test_row_t_speaks_of_token_t_given_the_ones_before():
     assert unpack(first.token_ids).tolist() == [[-1, -1], [11, 12], [12, 13]]
     assert np.abs(unpack(first.logprobs)[1:] - [[-0.1, -1.1]] * 2).max() < 1e-3
     assert unpack(first.own).tolist() == [0.0, -0.5, -0.5]
+    extras = [sample.sequences[0].extra for sample in out.samples]
+    assert unpack(extras[0]["text_offsets"]).tolist() == [0, 10, 20]
+    assert extras[1] == {}, "a teacher that can't tell says nothing"
     assert (out.teacher, out.top_k, out.distill_error, out.kind) == ("big", 2, None, Kind.SCORED)
 
 
@@ -72,9 +77,9 @@ async def test_one_failure_takes_the_payload_of_the_whole_group_and_not_the_grou
     assert [s.reward for s in out.samples] == [1.0, 1.0]
 
 
-async def test_a_refused_key_blocks_instead():
+async def test_a_refused_key_pauses_the_run_instead():
     error = InferenceError("bad key", status=401)
-    with pytest.raises(Blocked, match="401: bad key"):
+    with pytest.raises(PausesRun, match="bad key"):
         await distil(group([10]), FakeTeacher(fails_on=10, error=error))
 
 
@@ -107,15 +112,3 @@ def test_a_teacher_that_speaks_of_other_tokens_is_refused():
         payload([5, 6, 7], seen, 1)
     with pytest.raises(ValueError, match="gave 1 candidates at 1, not 2"):
         payload([5, 6], seen, 2)
-
-
-async def test_the_budget_bounds_tokens_in_flight_and_lets_a_giant_through_alone():
-    budget = TokenBudget(10)
-    assert await budget.take(6) == 6
-    waiting = asyncio.create_task(budget.take(5))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await budget.give_back(6)
-    assert await asyncio.wait_for(waiting, 1) == 5
-    await budget.give_back(5)
-    assert await asyncio.wait_for(budget.take(1000), 1) == 10

@@ -9,10 +9,10 @@ from making import run
 
 from rollstream.services.generator.generate import Generate, sampling_arguments, stamp
 from rollstream.shared.arrays import pack, unpack
-from rollstream.shared.inference.types import Completion, InferenceError
+from rollstream.shared.inference.types import Completion, ContextOverflow, InferenceError
 from rollstream.shared.records import EnvRef, Prompt, Row, Sequence, Stop, Usage, VersionSpan
 from rollstream.shared.runs import Sampling
-from rollstream.shared.step import Blocked
+from rollstream.shared.step import Blocked, PausesRun
 
 PROMPT = Prompt(
     run="r", pipeline="rl", n=5, i=1, k=2, env=EnvRef(""), seed=77, issued_version=3,
@@ -70,10 +70,29 @@ async def test_the_servers_word_becomes_one_of_ours(finish, stop):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-async def test_what_every_sample_would_get_blocks_the_run(status):
+async def test_what_every_sample_would_get_pauses_the_run(status):
     error = InferenceError("no such key", status=status)
-    with pytest.raises(Blocked, match=f"{status}: no such key"):
+    with pytest.raises(PausesRun, match="endpoint default: no such key"):
         await step(FakeClient(error))(PROMPT)
+
+
+async def test_five_bad_requests_in_a_row_pause_the_run():
+    client = FakeClient()
+    generate = step(client)
+    bad = InferenceError("no such field", status=422)
+    for error in (bad, bad, bad, bad, None, bad, bad, bad, bad):
+        client.error = error
+        rollout = await generate(PROMPT)
+        assert (rollout.stop is Stop.ERROR) == (error is not None)
+    with pytest.raises(PausesRun, match=r"no such field \(5 requests in a row\)"):
+        await generate(PROMPT)
+
+
+async def test_prompts_that_are_too_long_pause_nothing():
+    generate = step(FakeClient(ContextOverflow("too long", status=400)))
+    for _ in range(20):
+        rollout = await generate(PROMPT)
+        assert (rollout.stop, rollout.error, rollout.sequences) == (Stop.TOO_LONG, None, [])
 
 
 async def test_any_other_fault_is_an_error_of_this_sample_and_no_reward():
