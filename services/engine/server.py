@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 from pathlib import Path
 
-import psutil
 from aiohttp import web
 
 from rollstream.services.engine.convert import ModelNotFound, default_cache, locate, prepare
+from rollstream.services.engine.ending import Ending
 from rollstream.services.engine.errors import error_middleware
 from rollstream.services.engine.options import Fault, bound_socket, require_writable
 from rollstream.services.engine.routes import chat, completions, control, generate, status, tokens
@@ -36,15 +35,11 @@ def check(options: argparse.Namespace) -> str:
 
 async def serve(options: argparse.Namespace) -> None:
     """Serves until SIGTERM, SIGINT or the end of `--parent-pid`. Raises Fault."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    parent = _parent(options.parent_pid)
+    ending = Ending(options.parent_pid)
     sock = bound_socket(options.host, options.port)
     # In a thread: a first start converts the model, and a signal meanwhile still ends us.
     building = asyncio.ensure_future(asyncio.to_thread(_build, options))
-    stopping = asyncio.ensure_future(_stopped(stop, parent))
+    stopping = asyncio.ensure_future(ending.wait())
     # waits: until the model is loaded or the server told to end
     await asyncio.wait([building, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
@@ -74,30 +69,6 @@ def application(serving: Serving) -> web.Application:
     for family in (chat, completions, control, generate, status, tokens):
         app.add_routes(family.routes)
     return app
-
-
-async def _stopped(stop: asyncio.Event, parent: psutil.Process | None) -> None:
-    while not stop.is_set() and _lives(parent):
-        try:
-            await asyncio.wait_for(stop.wait(), 1.0)
-        except TimeoutError:
-            pass
-
-
-def _lives(parent: psutil.Process | None) -> bool:
-    if parent is None:
-        return True
-    try:
-        return parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _parent(pid: int | None) -> psutil.Process | None:
-    try:
-        return None if pid is None else psutil.Process(pid)
-    except psutil.Error as error:
-        raise Fault(f"--parent-pid {pid}: there is no such process") from error
 
 
 def _build(options: argparse.Namespace) -> Serving:
