@@ -27,7 +27,17 @@ class PolicyVersion(msgspec.Struct, tag="policy_version", kw_only=True):
     version: int
     epoch: int = 0
     implied: bool = False
+    """Counted by the sink, a batch a version: the trainer says none."""
     weights: str = ""
+    """Where they lie, for endpoints that load them from files."""
+
+
+class PolicyLive(msgspec.Struct, tag="policy_live", kw_only=True):
+    """An endpoint has confirmed that it has these weights (`policy.label_of`)."""
+
+    v: int = 1
+    url: str
+    label: str
 
 
 class Offered(msgspec.Struct, tag="offered", kw_only=True):

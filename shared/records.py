@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollstream.shared.arrays import Packed
-from rollstream.shared.control import Acked, Answer, Finished, Offered, PolicyVersion
+from rollstream.shared.control import (
+    Acked,
+    Answer,
+    Finished,
+    Offered,
+    PolicyLive,
+    PolicyVersion,
+)
 
 SCHEMA_VERSION = 1
 RETENTION = "retention"
@@ -371,7 +378,7 @@ G = TypeVar("G", Scored, Distilled)
 
 Record = (
     Prompt | Rollout | Scored | Distilled | DeadLetter | Issued | Ended | Redriven
-    | Answer | PolicyVersion | Offered | Acked | Finished
+    | Answer | PolicyVersion | PolicyLive | Offered | Acked | Finished
 )
 """Everything that a topic of a run can hold."""
 

@@ -41,17 +41,21 @@ class Active:
         return LogReader(self._bus, self.control_topic, [0])
 
 
-async def run_active(context: RunContext, active: Callable[[Active], Awaitable[None]]) -> None:
+async def run_active(
+    context: RunContext, active: Callable[[Active], Awaitable[None]], *, office: str = ""
+) -> None:
     """Call `active` whenever this process owns the role, until it returns.
 
     Standing by shows as `context.progress.state = "standby"`. When the role is lost, `active` is
     cancelled at once, inside the rebalance, before another member can be given the role; it must
     not outlive its cancellation by more than seconds. Each rebalance costs the owner its role for a
     moment, so `active` has to find its place again from the log. Returns as well when the run is
-    over or the process drains while it stands by. Raises what `active` raises, and Lost where the
+    over or the process drains while it stands by. `office` names a role beside the instance's own
+    work. Raises what `active` raises, and Lost where the
     broker can't be reached.
     """
-    consumer = context.bus.member(context.group)
+    group = f"{context.group}.{office}" if office else context.group
+    consumer = context.bus.member(group)
     writer = await _writer(context.bus)
     post = _Post(context, active, consumer, Active(context.bus, writer, context.topic("control")))
     try:
@@ -59,7 +63,7 @@ async def run_active(context: RunContext, active: Callable[[Active], Awaitable[N
         await start(consumer)
         await post.attend()
     except (KafkaError, TimeoutError) as error:
-        raise Lost.because(f"the role of {context.group}", error) from error
+        raise Lost.because(f"the role of {group}", error) from error
     finally:
         await post.step_down()
         await stop(consumer)

@@ -108,6 +108,19 @@ class Deadlines(msgspec.Struct, frozen=True):
         return int(2000 * (max(self.sample_s, self.teacher_s, self.group_s) + self.outage_s))
 
 
+class Updates(msgspec.Struct, frozen=True):
+    """How new weights get to the inference servers, and what becomes of what is under way there."""
+
+    method: Annotated[
+        Literal["none", "trainer", "reload", "lora"],
+        Meta(description="none: nobody asks; trainer: it moves them and names them; "
+             "reload, lora: from files that it announces"),
+    ] = "none"
+    in_flight: Annotated[
+        Literal["keep", "abort"], Meta(description="reload: what becomes of requests under way")
+    ] = "keep"
+
+
 class BlobSettings(msgspec.Struct, frozen=True):
     """Where what is too big for a topic goes; no secret: credentials are each process's own."""
 
@@ -157,6 +170,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     sink: SinkSettings = SinkSettings()
     deadlines: Deadlines = Deadlines()
     blobs: BlobSettings = BlobSettings()
+    updates: Updates = Updates()
     include_messages: bool = False
     send_advantages: bool = False
     restored: list[tuple[int, int]] = []

@@ -267,6 +267,12 @@ class Engine:
         line = await Children().wait_for_line(self.child, "engine ready on", 300)
         self.url = line.split("engine ready on ", 1)[1].split()[0]
 
+    async def again(self) -> None:
+        """Start it once more where it was, after it was killed."""
+        command = self.child.command
+        command[command.index("--port") + 1] = self.url.split(":")[2].partition("/")[0]
+        await self.start()
+
     def finished_requests(self, reason: str = "") -> int:
         """Choices that the engine has answered, by its own metrics; those with this end only.
 

@@ -24,6 +24,7 @@ from rollstream.shared.runs import (
     Sampling,
     SinkSettings,
     Teacher,
+    Updates,
     check_run_id,
     new_log_id,
 )
@@ -81,6 +82,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     sink: SinkSettings = SinkSettings()
     deadlines: Deadlines = Deadlines()
     blobs: BlobSettings = BlobSettings()
+    updates: Updates = Updates()
     partitions: (
         Annotated[int, Meta(ge=1, le=1000, description="of each topic [12; embedded 4]")] | None
     ) = None

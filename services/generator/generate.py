@@ -9,7 +9,12 @@ from typing import Any
 from rollstream.shared.environments.sequences import Turn, build, turn_of
 from rollstream.shared.inference.client import InferenceClient
 from rollstream.shared.inference.refusals import Refusals, RefusesAll
-from rollstream.shared.inference.types import Completion, ContextOverflow, InferenceError
+from rollstream.shared.inference.types import (
+    Completion,
+    ContextOverflow,
+    InferenceError,
+    ServerUnavailable,
+)
 from rollstream.shared.records import (
     Failure,
     Message,
@@ -45,6 +50,8 @@ class Generate:
         self._environments = environments
         self._refusals = Refusals()
         self._sampling = sampling_arguments(run)
+        self.model: Callable[[], str] = lambda: run.model
+        """What the server is asked for: an adapter's name where the policy is one."""
 
     async def __call__(self, prompt: Prompt) -> Rollout:
         """Roll one sample out. Raises Blocked where no sample of the run would fare better now."""
@@ -63,6 +70,8 @@ class Generate:
                 rollout = await self._environment(prompt, environment)
         except RefusesAll as error:
             raise PausesRun(f"endpoint {self._run.endpoint}: {error}") from error
+        except ServerUnavailable as error:
+            raise Blocked(f"endpoint {self._run.endpoint}: {error}") from error
         except ContextOverflow:
             rollout = self._rollout(prompt, stop=Stop.TOO_LONG)
         except InferenceError as error:
@@ -110,7 +119,7 @@ class Generate:
             seed = (prompt.seed + turns - 1) % 2**31 if sampling.get("temperature") else None
             try:
                 done = await client.chat(
-                    messages, model=run.model, sampling=sampling, tools=tools, prior=prior,
+                    messages, model=self.model(), sampling=sampling, tools=tools, prior=prior,
                     seed=seed, sticky=f"{prompt.run}/{prompt.n}",
                     deadline_s=run.deadlines.request_s, want_tokens=self._want_tokens,
                     max_attempts=run.max_attempts,

@@ -19,6 +19,7 @@ from rollstream.shared.settings import ServiceSettings
 from rollstream.shared.step import Blocked, PausesRun, Step
 
 from .generate import Generate
+from .updates import kept_current
 
 
 class Generator:
@@ -56,6 +57,12 @@ class Generator:
                 "endpoint", run.endpoint,
                 f"rl needs {missing}, which this server does not return: use vLLM ({why})",
             )
+        if run.updates.method in ("trainer", "reload") and not found.weight_version:
+            raise Refusal(
+                "updates.method", run.updates.method,
+                f"{run.endpoint} does not tell its weights' version: start vLLM with "
+                f"VLLM_SERVER_DEV_MODE=1 ({found.detail.get('weight_version', '')})",
+            )
         if run.wants_tokens and found.logprobs_mode == "raw" and not run.sampling.is_plain:
             raise Refusal(
                 "endpoint", run.endpoint,
@@ -81,7 +88,14 @@ class Generator:
                 max_in_flight=self._settings.max_in_flight,
                 deadline_s=run.deadlines.sample_s, max_attempts=1,
             )
-            await run_stage(context, step, self.produces)
+
+            async def work() -> None:
+                await run_stage(context, step, self.produces)
+
+            if run.updates.method == "none":
+                await work()
+            else:
+                await kept_current(context, client, generate, work)
 
     async def close(self) -> None:
         """Nothing outlives a run here."""

@@ -28,6 +28,7 @@ from rollstream.shared.codec import Undecodable, decode
 from rollstream.shared.control import Acked, Finished, Offered, PolicyVersion
 from rollstream.shared.ledger_reader import read_ledger
 from rollstream.shared.log_reader import LogReader
+from rollstream.shared.policy import Policy
 from rollstream.shared.records import Ended, Group, Outcome
 from rollstream.shared.retention import find_lost
 from rollstream.shared.role import Active
@@ -67,6 +68,7 @@ class TrainerLeaf:
         self._leaf = route.leaf
         self._topic = context.topic(route.input)
         self.pool = Pool(run.batch_size, run.max_staleness)
+        self.policy = Policy()
         self.book = BatchBook()
         self.open_batch: Batch | None = None
         """Offered and not acknowledged."""
@@ -237,6 +239,7 @@ class TrainerLeaf:
                 log.error("undecodable control record", error=str(error), offset=raw.offset)
                 continue
             self.book.apply(raw.offset, record)
+            self.policy.apply(record)
             if isinstance(record, Offered) and self._in_office and (
                 record.batch_id != self._offering
             ):
@@ -319,10 +322,10 @@ class TrainerLeaf:
         """A request found out that this attempt is over."""
         self._failure = self._failure or error
 
-    async def announce(self, version: int) -> None:
+    async def announce(self, version: int, weights: str) -> None:
         """The trainer says which version its weights are; a lower one starts a new epoch."""
         epoch = self.book.epoch + (self.book.announced and version < self.book.version)
-        await self._to_control(PolicyVersion(version=version, epoch=epoch))
+        await self._to_control(PolicyVersion(version=version, epoch=epoch, weights=weights))
 
     # -- writing -------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class TrainerApi:
             web.get("/wandb_info", self._wandb_info),
             web.get("/status", self._status),
             web.post("/policy-version", self._policy_version),
+            web.get("/policy-version", self._policy),
             web.post("/register-env", self._register_env),
             web.get("/status-env", self._status_env),
             web.post("/status-env", self._status_env),
@@ -130,11 +131,30 @@ class TrainerApi:
             return None
 
     async def _policy_version(self, request: web.Request) -> web.Response:
-        version = (await _body(request, _Version)).version
+        told = await _body(request, _Version)
+        if self._leaf.run.updates.method in ("reload", "lora") and not told.weights:
+            raise _invalid([("weights", "name the folder that endpoints load: this run's "
+                             f"updates.method is {self._leaf.run.updates.method}")])
         # waits: whoever holds it waits for writes that have deadlines
         async with self._leaf.lock:
-            await self._leaf.announce(version)
-        return _json({"version": version})
+            await self._leaf.announce(told.version, told.weights)
+        return _json({"version": told.version, "label": self._leaf.policy.label})
+
+    async def _policy(self, request: web.Request) -> web.Response:
+        """What is announced, where it is live, and which weights must be kept.
+
+        `?next=12`: with the label that version 12 gets if it is announced next.
+        """
+        policy = self._leaf.policy
+        try:
+            following = int(request.query.get("next", policy.version + 1))
+        except ValueError as error:
+            raise _invalid([("next", "give a version, e.g. 12")]) from error
+        return _json({
+            "version": self._leaf.book.version, "epoch": policy.epoch, "label": policy.label,
+            "next_label": policy.next_label(following), "live": policy.live,
+            "needed": policy.needed(),
+        })
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -254,6 +274,7 @@ class TrainerApi:
 
 class _Version(msgspec.Struct, frozen=True):
     version: int
+    weights: str = ""
 
 
 class _Ack(msgspec.Struct, frozen=True):

@@ -13,10 +13,10 @@ import numpy as np
 from rollstream.shared.arrays import pack, unpack
 from rollstream.shared.inference.client import InferenceClient
 from rollstream.shared.inference.refusals import Refusals, RefusesAll
-from rollstream.shared.inference.types import InferenceError, PromptLogprobs
+from rollstream.shared.inference.types import InferenceError, PromptLogprobs, ServerUnavailable
 from rollstream.shared.records import Distill, Distilled, Failure, Scored, Sequence, passed_on
 from rollstream.shared.runs import RunConfig
-from rollstream.shared.step import PausesRun
+from rollstream.shared.step import Blocked, PausesRun
 
 SKIP = -1
 
@@ -30,7 +30,7 @@ class Distil:
         self._refusals = Refusals()
 
     async def __call__(self, group: Scored) -> Distilled:
-        """The group with its payload. Raises PausesRun where every group would fail."""
+        """The group with its payload. Raises Blocked where every group would fail now."""
         k = top_k(group, self._run)
         distilled = passed_on(Distilled, group)
         distilled.teacher, distilled.top_k = self._run.teacher.model, k
@@ -75,6 +75,8 @@ def _failure(failures: list[BaseException], run: RunConfig) -> Failure:
             raise error
         if isinstance(error, RefusesAll):
             raise PausesRun(f"teacher {run.teacher.endpoint}: {error}")
+        if isinstance(error, ServerUnavailable):
+            raise Blocked(f"teacher {run.teacher.endpoint}: {error}")
     return Failure(type(failures[0]).__name__, str(failures[0]))
 
 

@@ -110,9 +110,27 @@ class TrainerClient:
             "wandb_project": wandb_project, "wandb_group": wandb_group,
         })
 
-    def announce(self, version: int) -> None:
-        """Say which policy version the weights are now; from then on none is implied."""
-        self._call("POST", "/policy-version", {"version": version})
+    def announce(self, version: int, weights: str = "") -> None:
+        """Say which policy version the weights are now; from then on none is implied.
+
+        `weights`: the folder that endpoints load, in runs whose `updates.method` is reload or lora.
+        """
+        self._call("POST", "/policy-version", {"version": version, "weights": weights})
+
+    def label(self, version: int) -> str:
+        """What an endpoint is to be told of these weights before they are announced.
+
+        For runs whose `updates.method` is trainer: vLLM's `/update_weight_version`.
+        """
+        return self._call("GET", f"/policy-version?next={version}")["next_label"]
+
+    def needed_weights(self) -> list[str]:
+        """Announced folders that an endpoint may still load or use: others may be removed."""
+        return self._call("GET", "/policy-version")["needed"]
+
+    def live(self) -> dict[str, str]:
+        """By endpoint URL, the label of the weights that it has confirmed."""
+        return self._call("GET", "/policy-version")["live"]
 
     def next_batch(self) -> Batch | None:
         """The next batch; the one before is acknowledged. None where none is ready.

@@ -25,7 +25,12 @@ from verifiers.legacy.types import (
 
 from rollstream.shared.environments.messages import from_openai, to_openai
 from rollstream.shared.inference.refusals import RefusesAll
-from rollstream.shared.inference.types import Completion, ContextOverflow, InferenceError
+from rollstream.shared.inference.types import (
+    Completion,
+    ContextOverflow,
+    InferenceError,
+    ServerUnavailable,
+)
 from rollstream.shared.records import Message, Stop
 
 _ENDINGS = {"abort": Stop.CANCELLED, "content_filter": Stop.REFUSED}
@@ -90,7 +95,7 @@ class RolloutClient(Client[ChatCall, list[Message], Completion, dict[str, Any]])
         """One turn.
 
         Raises OverlongPromptError, ModelError (the rollout ends with an error), or the original
-        RefusesAll where every other sample would fail alike.
+        RefusesAll or ServerUnavailable where every other sample would fail alike.
         """
         self.state = kwargs.get("state", self.state)
         messages = to_openai(prompt)
@@ -105,7 +110,7 @@ class RolloutClient(Client[ChatCall, list[Message], Completion, dict[str, Any]])
             raise ModelError(f"the request timed out: {error}") from error
         except ContextOverflow as error:
             raise OverlongPromptError(str(error)) from error
-        except RefusesAll:
+        except (RefusesAll, ServerUnavailable):
             raise
         except InferenceError as error:
             raise ModelError(str(error)) from error

@@ -30,7 +30,7 @@ from rollstream.shared.environments.messages import to_openai
 from rollstream.shared.environments.rows import Rows, Split
 from rollstream.shared.environments.sequences import Turn
 from rollstream.shared.inference.refusals import RefusesAll
-from rollstream.shared.inference.types import Completion
+from rollstream.shared.inference.types import Completion, ServerUnavailable
 from rollstream.shared.records import EnvRef, Failure, Message, Row, Sequence, Stop, Usage
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class Environment:
         """Run the environment's own loop for one sample, never scoring it.
 
         The environment's own sampling arguments hold where `sampling` doesn't name them. Whatever
-        the environment or the server does ends in a Finished, with two exceptions:
-        RefusesAll, which every other sample would get too, and cancellation.
+        the environment or the server does ends in a Finished, except what every other sample would
+        get too, RefusesAll and ServerUnavailable, and cancellation.
         """
         from rollstream.shared.environments.client import RolloutClient, flat_sampling
 
@@ -134,7 +134,7 @@ class Environment:
         try:
             state = await self.raw.rollout(_rows.to_input(row), client, model, merged)  # type: ignore[arg-type]
             return self._finish(row, state, client)
-        except RefusesAll:
+        except (RefusesAll, ServerUnavailable):
             raise
         except Exception as error:
             failure = Failure(type(error).__name__, str(error) or type(error).__name__)

@@ -22,6 +22,8 @@ MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
 VERSION = "/version"
 WEIGHT_INFO = "/weight_info"
+SAMPLING = frozenset({CHAT, COMPLETIONS, GENERATE})
+"""Routes on which tokens are sampled."""
 
 ON_POLICY: dict[str, Any] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,

@@ -20,7 +20,7 @@ from rollstream.shared.inference import (
 from rollstream.shared.inference.endpoints import normalise
 from rollstream.shared.inference.faults import DeadlinePassed, Lessons, learn
 from rollstream.shared.inference.probe import probe
-from rollstream.shared.inference.transport import Reply, Transport
+from rollstream.shared.inference.transport import Due, Reply, Transport
 from rollstream.shared.inference.types import (
     Capabilities,
     Completion,
@@ -28,7 +28,9 @@ from rollstream.shared.inference.types import (
     InferenceError,
     PromptLogprobs,
 )
-from rollstream.shared.records import Message
+from rollstream.shared.inference.weights import WeightRoutes
+from rollstream.shared.policy import version_of
+from rollstream.shared.records import Message, VersionSpan
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +68,9 @@ class InferenceClient:
             api_key=api_key, max_concurrent=max_concurrent,
             max_tokens_in_flight=max_tokens_in_flight, request_timeout_s=request_timeout_s,
         )
+        self.weights = WeightRoutes(self._transport)
+        self.due: Due | None = None
+        """Which weights a server must have to be asked for samples; set by whoever follows them."""
         self._request_timeout_s = request_timeout_s
         self._found: dict[str | None, Capabilities] = {}
         self._asking = asyncio.Lock()
@@ -301,7 +306,7 @@ class InferenceClient:
     async def _post(self, path: str, body: dict[str, Any], turn: _Turn) -> Reply:
         return await self._transport.request(
             path, body, until=turn.until, sticky=turn.sticky, max_attempts=turn.max_attempts,
-            tokens=bodies.size_tokens(body),
+            tokens=bodies.size_tokens(body), due=self.due if path in bodies.SAMPLING else None,
         )
 
     async def _ask_once(self, model: str | None, timeout_s: float) -> Capabilities:
@@ -328,6 +333,10 @@ class InferenceClient:
 
 def _signed(done: Completion, reply: Reply, attempts_before: int = 0) -> Completion:
     done.endpoint, done.attempts = reply.url, reply.attempts + attempts_before
+    version = version_of(reply.label)
+    if not done.versions and version is not None and done.token_ids:
+        # Of the oldest weights that it can be: newer ones may have come while it was sampled.
+        done.versions = [VersionSpan(version, 0, len(done.token_ids))]
     return done
 
 

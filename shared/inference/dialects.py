@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollstream.shared.inference.types import Completion, InferenceError, PromptLogprobs
+from rollstream.shared.policy import version_of
 from rollstream.shared.records import Message, Usage, VersionSpan
 
 _NO_NUMBER = -9999.0
@@ -282,10 +283,10 @@ def _sampled_logprobs(choice: _Choice, sampled: list[int]) -> list[float]:
 
 
 def _versions(told: list[_Span], length: int) -> list[VersionSpan]:
-    """Spans with numbers (`default`, what vLLM starts with, is 0); none where one is no number."""
+    """Spans with numbers; none where a label names no version."""
     spans: list[VersionSpan] = []
     for span in told:
-        version = 0 if span.version == "default" else _int_or_none(span.version)
+        version = version_of(str(span.version))
         if version is None:
             return []
         spans.append(VersionSpan(version=version, start=span.start, end=span.end))
@@ -293,13 +294,6 @@ def _versions(told: list[_Span], length: int) -> list[VersionSpan]:
     if spans and ([s.start for s in spans] != edges[:-1] or edges[-1] != length):
         raise _wrong(f"weight_versions {told} don't cover the {length} sampled tokens")
     return spans
-
-
-def _int_or_none(value: str | int) -> int | None:
-    try:
-        return int(value)
-    except ValueError:
-        return None
 
 
 def _usage(told: _Usage | None) -> Usage:

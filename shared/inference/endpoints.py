@@ -14,13 +14,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-Outcome = Literal["ok", "fault", "unknown"]
-"""The server answered; it failed in a way that may pass; or the caller gave up first."""
+Outcome = Literal["ok", "fault", "stale", "unknown"]
+"""The server answered; it failed in a way that may pass; it has other weights than are due; or the
+caller gave up first."""
 
 SLACK = 8
 """A group's requests stay on its server until that has this many more in flight than another."""
 FAULTS_TO_OPEN = 3
 PAUSE_S = 5.0
+STALE_S = 1.0
+"""For so long a server with other weights is left alone before it is looked at again."""
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
@@ -155,6 +158,8 @@ class Pool:
             server.faults += 1
             if server.faults >= FAULTS_TO_OPEN:
                 server.closed_until = now + PAUSE_S
+        elif outcome == "stale":
+            server.closed_until = now + STALE_S
 
     def has_untried(self, tried: Collection[str], now: float) -> bool:
         """Whether `pick` would find a server that is not in `tried`."""

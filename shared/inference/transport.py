@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from rollstream.shared.inference.faults import Busy, DeadlinePassed, error_from,
 from rollstream.shared.inference.limits import Limit
 from rollstream.shared.inference.names import addresses, is_name
 from rollstream.shared.inference.types import InferenceError, ServerUnavailable
+from rollstream.shared.policy import FIRST_LABEL
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +39,21 @@ class Reply(msgspec.Struct):
     body: bytes
     url: str
     attempts: int
+    label: str = ""
+    """Of the server's weights before the request, where `due` was given."""
+
+
+class Due(Protocol):
+    """Which weights a server must have to be asked."""
+
+    @property
+    def label(self) -> str:
+        """Empty where any will do; it may change at any time."""
+        ...
+
+    async def confirm(self, url: str, until: float) -> str:
+        """What the server says that it has. Raises InferenceError."""
+        ...
 
 
 @dataclass
@@ -87,7 +103,7 @@ class Transport:
             await self._session.close()
 
     def in_flight(self) -> dict[str, int]:
-        """Requests under way per URL."""
+        """Requests under way per URL, of every server that is known now."""
         return self._pool.in_flight()
 
     async def request(
@@ -99,10 +115,13 @@ class Transport:
         sticky: str = "",
         max_attempts: int = 1,
         tokens: int = 0,
+        due: Due | None = None,
     ) -> Reply:
         """POST `body` as JSON, or GET where there is none; `until` is a time.monotonic().
 
-        `tokens`: about how many it takes at the server, prompt and budget together.
+        `tokens`: about how many it takes at the server, prompt and budget together. `due`: only a
+        server that says that it has these weights is asked, and again after its answer: who has
+        started anew meanwhile has others.
 
         Raises ContextOverflow and other InferenceErrors with the server's words; after
         `max_attempts` retryable ones the last of them, ServerUnavailable where no server could be
@@ -116,11 +135,11 @@ class Transport:
                 await self._pause(_backoff_s(len(tried), failure), until, failure)
             # The place first: a server picked before a long wait may be dead after it.
             async with self._place(until, tokens) as place:
-                url = await self._pick(sticky, tried, until, failure)
+                url, label = await self._pick(sticky, tried, until, failure, due)
                 tried.append(url)
                 try:
-                    answer = await self._once(url, path, data, until, place)
-                    return Reply(answer, url, len(tried))
+                    answer = await self._once(url, path, data, until, place, due)
+                    return Reply(answer, url, len(tried), label)
                 except InferenceError as error:
                     if not error.retryable:
                         raise
@@ -141,7 +160,7 @@ class Transport:
             for url in self._pool.urls:
                 try:
                     soon = min(until, time.monotonic() + CONNECT_TIMEOUT_S)
-                    await self._exchange("GET", f"{url}/v1/models", None, soon)
+                    await self.exchange("GET", f"{url}/v1/models", None, soon)
                     return
                 except InferenceError as error:
                     if error.status in (401, 403):
@@ -177,11 +196,29 @@ class Transport:
                 self._freed.notify_all()
 
     async def _pick(
-        self, sticky: str, tried: list[str], until: float, failure: InferenceError | None
-    ) -> str:
-        while (url := self._pool.pick(sticky, time.monotonic(), tried)) is None:
-            await self._pause(self._pool.next_chance() - time.monotonic(), until, failure)
-        return url
+        self, sticky: str, tried: list[str], until: float, failure: InferenceError | None,
+        due: Due | None,
+    ) -> tuple[str, str]:
+        """A server and the label of its weights, where some are due."""
+        while True:
+            while (url := self._pool.pick(sticky, time.monotonic(), tried)) is None:
+                await self._pause(self._pool.next_chance() - time.monotonic(), until, failure)
+            if due is None or not due.label:
+                return url, ""
+            outcome: Outcome = "unknown"
+            try:
+                label = await due.confirm(url, until)
+                if label == due.label:
+                    outcome = "ok"
+                    return url, label
+                outcome, self._last_fault = "stale", _other_weights(url, label, due.label)
+            except DeadlinePassed:
+                raise
+            except InferenceError as error:
+                outcome, self._last_fault = "fault", error
+            finally:
+                if outcome != "ok":
+                    self._pool.finish(url, outcome, time.monotonic())
 
     async def _pause(self, seconds: float, until: float, failure: InferenceError | None) -> None:
         """Sleep, unless the deadline comes first: then its error, with what went wrong before."""
@@ -197,10 +234,16 @@ class Transport:
         raise DeadlinePassed(f"the deadline comes first; last error: {failure}") from failure
 
     async def _once(
-        self, url: str, path: str, data: bytes | None, until: float, place: _Place
+        self, url: str, path: str, data: bytes | None, until: float, place: _Place,
+        due: Due | None,
     ) -> bytes:
         try:
-            body = await self._exchange("GET" if data is None else "POST", url + path, data, until)
+            body = await self.exchange("GET" if data is None else "POST", url + path, data, until)
+            if due is not None and due.label:
+                # A newer version is fine, it came while the answer was made: not the first one.
+                label = await due.confirm(url, until)
+                if label == FIRST_LABEL:
+                    raise _other_weights(url, label, due.label)
             place.outcome = "ok"
             return body
         except InferenceError as error:
@@ -245,17 +288,17 @@ class Transport:
             return False
         try:
             until = time.monotonic() + WATCH_S
-            body = await self._exchange("GET", f"{url}/metrics", None, until)
+            body = await self.exchange("GET", f"{url}/metrics", None, until)
         except InferenceError as error:
             if error.status is not None:
                 self._silent.add(url)
             return False
         return waiting_requests(body) > 0
 
-    async def _exchange(
+    async def exchange(
         self, method: Literal["GET", "POST"], url: str, data: bytes | None, until: float
     ) -> bytes:
-        """One request, one answer; everything that goes wrong becomes an InferenceError."""
+        """One request to one server; everything that goes wrong becomes an InferenceError."""
         if self._session is None:
             raise RuntimeError("the client is not open: use `async with`")
         try:
@@ -287,6 +330,10 @@ class Transport:
         if status != 200:
             raise error_from(status, body, url, response.headers.get("Retry-After"))
         return body
+
+
+def _other_weights(url: str, label: str, due: str) -> InferenceError:
+    return ServerUnavailable(f"{url} has the weights {label}, due are {due}", retryable=True)
 
 
 def _backoff_s(failures: int, failure: InferenceError) -> float:

@@ -82,4 +82,4 @@ class ContextOverflow(InferenceError):
 
 
 class ServerUnavailable(InferenceError):
-    """No endpoint could be reached within the deadline."""
+    """No endpoint could be reached within the deadline, or none with the weights that are due."""
