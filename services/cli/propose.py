@@ -211,7 +211,7 @@ def _completed(config: RunConfig, answers: dict[str, Answer]) -> RunConfig:
                     f"{instance}: env = {env}: its version or arguments differ: fingerprint "
                     f"{fingerprint[:12]} here, {wanted[:12]} at the producer; install the same"
                 )
-    _check_tokenizers(config, facts)
+    check_tokenizers(config, facts)
     sources = [
         msgspec.structs.replace(
             source, rows=rows, dataset_fingerprint=dataset,
@@ -230,7 +230,7 @@ def _completed(config: RunConfig, answers: dict[str, Answer]) -> RunConfig:
     return final
 
 
-def _check_tokenizers(config: RunConfig, facts: dict[str, dict[str, Any]]) -> None:
+def check_tokenizers(config: RunConfig, facts: dict[str, dict[str, Any]]) -> None:
     """A teacher's ids must mean what the policy's mean. Raises Refused."""
     told = {i: found[TOKENIZER] for i, found in facts.items() if TOKENIZER in found}
     policy = next((i for i in told if config.stage(i).service == "generator"), None)
