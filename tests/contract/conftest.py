@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -30,16 +31,39 @@ def server(folder: Path) -> Iterator[Server]:
     assert running.stop() == 0
 
 
-async def client_of(server: Server) -> AsyncIterator[Client]:
+async def client_of(server: Server, backend: str = "numpy") -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=60)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        yield Client(session, server.url)
+        yield Client(session, server.url, backend)
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator[Server]:
+    """Real vLLM with the same model, as `--backend vllm` starts it."""
+    if not (python := os.environ.get("VLLM_PYTHON")):
+        pytest.skip("VLLM_PYTHON names no python that has vllm: use `make test-vllm`")
+    running = Server("--backend", "vllm", "--vllm-python", python,
+                     "--vllm-flags", "--enforce-eager --dtype bfloat16")
+    yield running
+    assert running.stop() == 0
 
 
 @pytest_asyncio.fixture
 async def engine(server: Server) -> AsyncIterator[Client]:
+    """Only this project's engine: what is its own."""
     async for client in client_of(server):
+        yield client
+
+
+BOTH = ["numpy", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)])]
+
+
+@pytest_asyncio.fixture(params=BOTH)
+async def both(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """This project's engine, and real vLLM: one contract for the two."""
+    name = "server" if request.param == "numpy" else "vllm_server"
+    async for client in client_of(request.getfixturevalue(name), request.param):
         yield client
 
 

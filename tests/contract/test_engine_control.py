@@ -11,66 +11,72 @@ from typing import Any
 import pytest
 from engine_server import ASK, Client, addition
 
+from rollstream.services.engine.hugging_face import hugging_face_folder
+
 LONG = {"max_tokens": 1500, "ignore_eos": True, "return_token_ids": True}
 
 
-async def test_a_client_that_goes_away_stops_its_work(engine: Client) -> None:
+async def test_a_client_that_goes_away_stops_its_work(both: Client) -> None:
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(engine.chat(n=4, **LONG), 0.5)
-    await engine.until("num_requests_running", 0)
+        await asyncio.wait_for(both.chat(n=4, **LONG), 0.5)
+    await both.until("num_requests_running", 0)
 
 
 @pytest.mark.parametrize("route", ["/abort_requests", "/inference/v1/abort_requests"])
-async def test_aborted_requests_answer_with_what_they_have(engine: Client, route: str) -> None:
-    asked = asyncio.ensure_future(engine.chat(**LONG, request_id="kill-me"))
-    await engine.until("num_requests_running", 1)
-    answer = await engine.post(route, request_ids=["chatcmpl-kill-me"])
+async def test_aborted_requests_answer_with_what_they_have(both: Client, route: str) -> None:
+    asked = asyncio.ensure_future(both.chat(**LONG, request_id="kill-me"))
+    await both.until("num_requests_running", 1)
+    answer = await both.post(route, request_ids=["chatcmpl-kill-me"])
     assert answer == ({"status": "aborted", "aborted": 1} if route == "/abort_requests" else None)
     choice = (await asked)["choices"][0]
     assert choice["finish_reason"] == "abort"
     assert len(choice["token_ids"]) < 1500
 
 
-async def test_new_weights_between_two_tokens(engine: Client, folder: Path) -> None:
+async def test_new_weights_between_two_tokens(both: Client, folder: Path) -> None:
     """pause(keep), reload, new version, resume: one answer, two versions."""
-    prompt = (await engine.post("/tokenize", messages=ASK))["tokens"]
+    prompt = (await both.post("/tokenize", messages=ASK))["tokens"]
     sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
-    asked = asyncio.ensure_future(engine.generate(prompt, **sampling))
-    await engine.until("num_requests_running", 1)
-    before = await engine.metric("generation_tokens_total")
-    await engine.until("generation_tokens_total", before + 3, before + 40)
-    assert await engine.post("/pause?mode=keep") == {"status": "paused"}
-    assert await engine.get("/is_paused") == {"is_paused": True}
-    frozen = await engine.metric("generation_tokens_total")
-    reloaded = await engine.post("/collective_rpc", method="reload_weights",
-                                 kwargs={"weights_path": str(folder)})
+    asked = asyncio.ensure_future(both.generate(prompt, **sampling))
+    await both.until("num_requests_running", 1)
+    before = await both.metric("generation_tokens_total")
+    await both.until("generation_tokens_total", before + 3, before + 40)
+    assert await both.post("/pause?mode=keep") == {"status": "paused"}
+    assert await both.get("/is_paused") == {"is_paused": True}
+    frozen = await both.metric("generation_tokens_total")
+    weights = folder if both.backend == "numpy" else hugging_face_folder(folder)
+    reloaded = await both.post("/collective_rpc", method="reload_weights",
+                               kwargs={"weights_path": str(weights)})
     assert reloaded == {"results": [None]}
-    await engine.post("/update_weight_version", new_version="step-1")
-    assert await engine.get("/weight_info") == {"weight_version": "step-1"}
-    held = asyncio.ensure_future(engine.chat(max_tokens=2))
+    await both.post("/update_weight_version", new_version="step-1")
+    assert await both.get("/weight_info") == {"weight_version": "step-1"}
+    held = asyncio.ensure_future(both.chat(max_tokens=2))
     await asyncio.sleep(0.2)
     assert not held.done()
-    assert await engine.metric("generation_tokens_total") == frozen
-    await engine.post("/resume")
-    assert await engine.get("/is_paused") == {"is_paused": False}
+    assert await both.metric("generation_tokens_total") == frozen
+    await both.post("/resume")
+    assert await both.get("/is_paused") == {"is_paused": False}
     spans = (await asked)["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == ["default", "step-1"]
     assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 40)
     assert (await held)["usage"]["completion_tokens"] == 2
-    await engine.post("/update_weight_version", new_version="default")
+    await both.post("/update_weight_version", new_version="default")
 
 
-async def test_pause_by_waiting_and_by_aborting(engine: Client) -> None:
-    asked = asyncio.ensure_future(engine.chat(max_tokens=15, ignore_eos=True))
-    await engine.until("num_requests_running", 1)
-    await engine.post("/pause?mode=wait")
+async def test_pause_by_waiting_and_by_aborting(both: Client) -> None:
+    asked = asyncio.ensure_future(both.chat(max_tokens=15, ignore_eos=True))
+    await both.until("num_requests_running", 1)
+    await both.post("/pause?mode=wait")
     assert (await asked)["choices"][0]["finish_reason"] == "length"
-    await engine.post("/resume")
-    asked = asyncio.ensure_future(engine.chat(**LONG))
-    await engine.until("num_requests_running", 1)
-    await engine.post("/pause?mode=abort")
+    await both.post("/resume")
+    asked = asyncio.ensure_future(both.chat(**LONG))
+    await both.until("num_requests_running", 1)
+    await both.post("/pause?mode=abort")
     assert (await asked)["choices"][0]["finish_reason"] == "abort"
-    await engine.post("/resume")
+    await both.post("/resume")
+
+
+async def test_an_unknown_way_to_pause_is_refused(engine: Client) -> None:
     error = (await engine.post("/pause?mode=now", 400))["error"]
     assert error["param"] == "mode"
 

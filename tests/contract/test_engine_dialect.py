@@ -12,8 +12,8 @@ from engine_server import ASK, MODEL, PARIS, Client
 TOLERANCE = 1e-4
 
 
-async def test_chat(engine: Client) -> None:
-    answer = await engine.chat(
+async def test_chat(both: Client) -> None:
+    answer = await both.chat(
         n=2, temperature=0, max_tokens=20, logprobs=True, top_logprobs=2, return_token_ids=True,
         return_tokens_as_token_ids=True, headers={"X-Request-Id": "mine"},
     )
@@ -36,9 +36,9 @@ async def test_chat(engine: Client) -> None:
     assert answer["prompt_logprobs"] is None
 
 
-async def test_chat_takes_text_parts_and_says_nothing_it_was_not_asked(engine: Client) -> None:
+async def test_chat_takes_text_parts_and_says_nothing_it_was_not_asked(both: Client) -> None:
     parts = [{"type": "text", "text": text} for text in ("What is the capital", "of France?")]
-    answer = await engine.chat(
+    answer = await both.chat(
         messages=[{"role": "user", "content": parts}], max_completion_tokens=1, temperature=0,
         request_id="body-id",
     )
@@ -48,23 +48,23 @@ async def test_chat_takes_text_parts_and_says_nothing_it_was_not_asked(engine: C
     assert choice["finish_reason"] == "length"
 
 
-async def test_stop_strings_and_tokens_cut_the_text(engine: Client) -> None:
+async def test_stop_strings_and_tokens_cut_the_text(both: Client) -> None:
     greedy = {"temperature": 0, "return_token_ids": True}
-    by_text = (await engine.chat(stop=[" is", "zzz"], **greedy))["choices"][0]
+    by_text = (await both.chat(stop=[" is", "zzz"], **greedy))["choices"][0]
     assert by_text["message"]["content"] == "The capital of France"
     assert (by_text["finish_reason"], by_text["stop_reason"]) == ("stop", " is")
     assert by_text["token_ids"] == PARIS[:5]
-    by_token = (await engine.chat(stop_token_ids=[314], **greedy))["choices"][0]
+    by_token = (await both.chat(stop_token_ids=[314], **greedy))["choices"][0]
     assert by_token["message"]["content"] == "The capital of France"
     assert (by_token["stop_reason"], by_token["token_ids"]) == (314, PARIS[:5])
 
 
-async def test_a_stream_is_the_whole_answer_in_pieces(engine: Client) -> None:
+async def test_a_stream_is_the_whole_answer_in_pieces(both: Client) -> None:
     body = {
         "model": MODEL, "messages": ASK, "temperature": 0, "stream": True, "return_token_ids": True,
         "logprobs": True, "n": 2, "stop": ["Rome"], "stream_options": {"include_usage": True},
     }
-    async with engine.session.post(engine.url + "/v1/chat/completions", json=body) as answer:
+    async with both.session.post(both.url + "/v1/chat/completions", json=body) as answer:
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         lines = (await answer.text()).split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -81,12 +81,12 @@ async def test_a_stream_is_the_whole_answer_in_pieces(engine: Client) -> None:
         assert len(chunks) > 4
 
 
-async def test_completions_of_texts_ids_and_lists(engine: Client) -> None:
+async def test_completions_of_texts_ids_and_lists(both: Client) -> None:
     greedy = {"model": MODEL, "temperature": 0, "max_tokens": 2, "return_token_ids": True}
-    ids = (await engine.post("/tokenize", prompt="The capital of France is"))["tokens"]
+    ids = (await both.post("/tokenize", prompt="The capital of France is"))["tokens"]
     for prompt, count in [("The capital of France is", 1), (ids, 1), ([ids, ids], 2),
                           (["The capital of France is"], 1)]:
-        answer = await engine.post("/v1/completions", prompt=prompt, logprobs=1, **greedy)
+        answer = await both.post("/v1/completions", prompt=prompt, logprobs=1, **greedy)
         assert [choice["index"] for choice in answer["choices"]] == list(range(count))
         for choice in answer["choices"]:
             assert choice["prompt_token_ids"] == ids
@@ -97,26 +97,26 @@ async def test_completions_of_texts_ids_and_lists(engine: Client) -> None:
             assert logprobs["text_offset"] == [0, len(" Paris")]
 
 
-async def test_echo_scores_the_prompt_in_openai_s_shape(engine: Client) -> None:
+async def test_echo_scores_the_prompt_in_openai_s_shape(both: Client) -> None:
     body = {"model": MODEL, "prompt": "The capital of France", "temperature": 0, "logprobs": 1}
-    echo = await engine.post("/v1/completions", echo=True, max_tokens=0, **body)
+    echo = await both.post("/v1/completions", echo=True, max_tokens=0, **body)
     choice = echo["choices"][0]
     assert choice["text"] == "The capital of France"
     lists = choice["logprobs"]
     assert lists["tokens"] == ["The", " capital", " of", " France"]
     assert (lists["token_logprobs"][0], lists["top_logprobs"][0]) == (None, None)
-    scored = await engine.post("/v1/completions", prompt_logprobs=1, max_tokens=1, **body)
+    scored = await both.post("/v1/completions", prompt_logprobs=1, max_tokens=1, **body)
     rows = scored["choices"][0]["prompt_logprobs"]
     own = [next(iter(row.values()))["logprob"] for row in rows[1:]]
     np.testing.assert_allclose(lists["token_logprobs"][1:], own, atol=TOLERANCE)
 
 
-async def test_generate_takes_and_gives_tokens(engine: Client) -> None:
-    rendered = await engine.post(
+async def test_generate_takes_and_gives_tokens(both: Client) -> None:
+    rendered = await both.post(
         "/v1/chat/completions/render", model=MODEL, messages=ASK, temperature=0, max_tokens=20
     )
     rendered["sampling_params"] |= {"logprobs": 1, "prompt_logprobs": 0, "n": 2}
-    answer = await engine.post("/inference/v1/generate", **(rendered | {"request_id": "abc"}))
+    answer = await both.post("/inference/v1/generate", **(rendered | {"request_id": "abc"}))
     assert answer["request_id"] == "generate-tokens-abc"
     assert len(answer["prompt_logprobs"]) == len(rendered["token_ids"])
     assert len(answer["prompt_logprobs"][1]) == 1
@@ -130,28 +130,28 @@ async def test_generate_takes_and_gives_tokens(engine: Client) -> None:
         ]
 
 
-async def test_tokenize_and_back(engine: Client) -> None:
-    answer = await engine.post("/tokenize", prompt="hi there", return_token_strs=True)
+async def test_tokenize_and_back(both: Client) -> None:
+    answer = await both.post("/tokenize", prompt="hi there", return_token_strs=True)
     assert answer == {
         "count": 2, "max_model_len": 2048, "tokens": [6004, 665], "token_strs": ["hi", "Ġthere"]
     }
-    assert await engine.post("/detokenize", tokens=[6004, 665]) == {"prompt": "hi there"}
-    chat = await engine.post("/tokenize", messages=ASK, add_generation_prompt=False)
-    whole = await engine.post("/tokenize", messages=ASK)
+    assert await both.post("/detokenize", tokens=[6004, 665]) == {"prompt": "hi there"}
+    chat = await both.post("/tokenize", messages=ASK, add_generation_prompt=False)
+    whole = await both.post("/tokenize", messages=ASK)
     assert whole["tokens"] == chat["tokens"] + [1, 520, 9531, 198]
 
 
-async def test_what_it_says_of_itself(engine: Client) -> None:
-    assert await engine.get("/health") is None
-    assert await engine.get("/ping") is None
-    assert (await engine.get("/version"))["logprobs_mode"] == "processed_logprobs"
-    (card,) = (await engine.get("/v1/models"))["data"]
+async def test_what_it_says_of_itself(both: Client) -> None:
+    assert await both.get("/health") is None
+    assert await both.get("/ping") is None
+    assert (await both.get("/version"))["logprobs_mode"] == "processed_logprobs"
+    (card,) = (await both.get("/v1/models"))["data"]
     assert (card["id"], card["max_model_len"]) == (MODEL, 2048)
-    before = await engine.metric("generation_tokens_total")
-    stopped = await engine.metric("request_success_total")
-    await engine.chat(max_tokens=3, n=2, ignore_eos=True)
-    assert await engine.metric("generation_tokens_total") == before + 6
-    assert await engine.metric("request_success_total") == stopped + 2
+    before = await both.metric("generation_tokens_total")
+    stopped = await both.metric("request_success_total")
+    await both.chat(max_tokens=3, n=2, ignore_eos=True)
+    assert await both.metric("generation_tokens_total") == before + 6
+    assert await both.metric("request_success_total") == stopped + 2
 
 
 @pytest.mark.parametrize(
@@ -177,23 +177,23 @@ async def test_what_it_says_of_itself(engine: Client) -> None:
     ],
 )
 async def test_refusals(
-    engine: Client, body: dict[str, Any], status: int, param: str, says: str
+    both: Client, body: dict[str, Any], status: int, param: str, says: str
 ) -> None:
-    error = (await engine.chat(status=status, **body))["error"]
+    error = (await both.chat(status=status, **body))["error"]
     assert (error["param"], error["code"]) == (param, status)
     assert says in error["message"]
     assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
 
 
-async def test_more_refusals(engine: Client) -> None:
-    bad = await engine.post("/v1/completions", 400, prompt=[49152], model=MODEL)
+async def test_more_refusals(both: Client) -> None:
+    bad = await both.post("/v1/completions", 400, prompt=[49152], model=MODEL)
     assert "Token id 49152 is out of vocabulary" in bad["error"]["message"]
-    bad = await engine.post("/v1/completions", 400, prompt=[5, "x"], model=MODEL)
+    bad = await both.post("/v1/completions", 400, prompt=[5, "x"], model=MODEL)
     assert bad["error"]["param"] == "prompt"
-    bad = await engine.post("/inference/v1/generate", 400, token_ids=[1])
+    bad = await both.post("/inference/v1/generate", 400, token_ids=[1])
     assert bad["error"]["param"] == "sampling_params"
-    bad = await engine.post("/no/such/route", 404)
+    bad = await both.post("/no/such/route", 404)
     assert bad["error"]["type"] == "NotFoundError"
-    bad = await engine.post("/collective_rpc", 400, method="reload_weights",
+    bad = await both.post("/collective_rpc", 400, method="reload_weights",
                             kwargs={"weights_path": "/no/such"})
     assert bad["error"]["param"] == "kwargs.weights_path"

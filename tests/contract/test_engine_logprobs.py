@@ -30,18 +30,18 @@ np.savez(sys.argv[2], *rows)
 
 
 async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
-    engine: Client, folder: Path, tmp_path: Path
+    both: Client, folder: Path, tmp_path: Path
 ) -> None:
     """Sampled logprobs and the teacher's top k, through batches and the prefix cache."""
-    hits = await engine.metric("prefix_cache_hits_total")
+    hits = await both.metric("prefix_cache_hits_total")
     common = {"max_tokens": 14, "logprobs": True, "top_logprobs": 4, "return_token_ids": True}
     asked = [
-        engine.chat(messages=addition(23, 45), n=2, seed=1, **common),
-        engine.chat(messages=addition(11, 38), seed=2, prompt_logprobs=3, **common),
-        engine.chat(messages=addition(23, 45), temperature=0.5, seed=3, **common),
-        engine.chat(messages=addition(23, 45), temperature=2.0, top_k=7, seed=4, **common),
-        engine.chat(seed=5, ignore_eos=True, top_p=0.7, **(common | {"max_tokens": 25})),
-        engine.chat(temperature=0, **common),
+        both.chat(messages=addition(23, 45), n=2, seed=1, **common),
+        both.chat(messages=addition(11, 38), seed=2, prompt_logprobs=3, **common),
+        both.chat(messages=addition(23, 45), temperature=0.5, seed=3, **common),
+        both.chat(messages=addition(23, 45), temperature=2.0, top_k=7, seed=4, **common),
+        both.chat(seed=5, ignore_eos=True, top_p=0.7, **(common | {"max_tokens": 25})),
+        both.chat(temperature=0, **common),
     ]
     answers = await asyncio.gather(*asked)
     sequences = [
@@ -50,12 +50,12 @@ async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
     ]
     teacher = await asyncio.gather(
         *(
-            engine.post("/v1/completions", model=MODEL, prompt=prompt + output, max_tokens=1,
+            both.post("/v1/completions", model=MODEL, prompt=prompt + output, max_tokens=1,
                         temperature=0, prompt_logprobs=8)
             for prompt, output in sequences
         )
     )
-    assert await engine.metric("prefix_cache_hits_total") - hits > 600
+    assert await both.metric("prefix_cache_hits_total") - hits > 600
     rows = reference([p + o for p, o in sequences], folder, tmp_path / "rows.npz")
     cuts = [(1, 0, 1), (1, 0, 1), (0.5, 0, 1), (2, 7, 1), (1, 0, 0.7), (1, 0, 1)]
     for answer, cut in zip(answers, cuts, strict=True):
@@ -117,9 +117,9 @@ def check_prompt(tokens: list[int], scored: list[Any], rows: np.ndarray, k: int)
         assert scored[t][own]["rank"] == pytest.approx((row >= row[tokens[t]]).sum(), abs=2)
 
 
-async def test_the_same_request_gives_the_same_tokens(engine: Client) -> None:
+async def test_the_same_request_gives_the_same_tokens(both: Client) -> None:
     body = {"max_tokens": 12, "seed": 9, "temperature": 1.5, "return_token_ids": True}
-    first, other = await engine.chat(**body), await engine.chat(**(body | {"seed": 10}))
-    again = await engine.chat(**body)
+    first, other = await both.chat(**body), await both.chat(**(body | {"seed": 10}))
+    again = await both.chat(**body)
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     assert other["choices"][0]["token_ids"] != first["choices"][0]["token_ids"]

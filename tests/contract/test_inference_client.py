@@ -1,10 +1,9 @@
 """The client against servers over real HTTP: a fake in vLLM's dialect, this project's engine, and
-any server named by INFERENCE_URL (model: INFERENCE_MODEL)."""
+real vLLM (`make test-vllm`)."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,18 @@ def seven_server(
     assert running.stop() == 0
 
 
-@pytest.fixture(params=["fake", "engine", "outside"])
+@pytest.fixture(params=[
+    "fake", "engine", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
+])
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, str]]:
     if request.param == "fake":
         async with Fake() as fake:
             yield fake.url, "m"
     elif request.param == "engine":
         yield request.getfixturevalue("seven_server")
-    elif url := os.environ.get("INFERENCE_URL"):
-        yield url, os.environ["INFERENCE_MODEL"]
     else:
-        pytest.skip("INFERENCE_URL names no server")
+        vllm: Server = request.getfixturevalue("vllm_server")
+        yield vllm.url + "/v1", MODEL
 
 
 async def test_a_vllm_can_do_everything_and_says_so(served: tuple[str, str]):
