@@ -1,4 +1,4 @@
-"""A run whose teacher has another tokenizer than its policy is refused, with the text that tells."""
+"""A run is refused whose teacher has another tokenizer, with a text that tells them apart."""
 
 import pytest
 from making import run
