@@ -88,7 +88,7 @@ async def serve_vllm(options: argparse.Namespace) -> int:
                 was_ready, pause_s = True, FIRST_PAUSE_S
                 url = f"http://{options.host}:{port}/v1"
                 print(f"engine ready on {url} model={options.served_model_name}", flush=True)
-                while process.poll() is None and not await ending.wait(LOOK_S):
+                while process.poll() is None and not await ending.wait(timeout_s=LOOK_S):
                     pass
         finally:
             await asyncio.to_thread(_end, process)
@@ -97,7 +97,7 @@ async def serve_vllm(options: argparse.Namespace) -> int:
         print(f"engine: vLLM ended with {process.returncode}", file=sys.stderr, flush=True)
         if not was_ready:
             return 1
-        await ending.wait(pause_s)
+        await ending.wait(timeout_s=pause_s)
         pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
     return 0
 
@@ -139,7 +139,7 @@ async def _ready(
                 async with session.get(f"http://{host}:{port}/health") as answer:
                     if answer.status == 200:
                         return True
-            if await ending.wait(LOOK_S):
+            if await ending.wait(timeout_s=LOOK_S):
                 return False
     return False
 

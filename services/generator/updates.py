@@ -119,6 +119,7 @@ class Updater:
         while True:
             if self._policy.label:
                 urls = list(self._client.in_flight())
+                # waits: each of its calls has a deadline
                 for lives in await asyncio.gather(*map(self._look_after, urls)):
                     if lives is not None and self._policy.live.get(lives.url) != lives.label:
                         await active.writer.send(active.control_topic, 0, lives)

