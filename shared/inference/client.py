@@ -93,6 +93,11 @@ class InferenceClient:
         """Requests under way per URL."""
         return self._transport.in_flight()
 
+    @property
+    def allowed_requests(self) -> int:
+        """How many requests may be under way now."""
+        return self._transport.allowed_requests
+
     def dropped_parameters(self, model: str) -> frozenset[str]:
         """Sampling parameters that the server refused for this model, and that are not sent."""
         return self._lessons_of(model).dropped

@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 BACKOFF_S = 0.5
 BACKOFF_MAX_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
+ROOM_S = 3600.0
+"""For so long a request waits for room at most; whoever asks has a deadline that comes first."""
 WATCH_S = 2.0
 LOOK_UP_S = 10.0
 KEEP_ALIVE_S = 4.0
@@ -102,6 +104,11 @@ class Transport:
         if self._session is not None:
             await self._session.close()
 
+    @property
+    def allowed_requests(self) -> int:
+        """How many requests may be under way now."""
+        return self._limit.allowed
+
     def in_flight(self) -> dict[str, int]:
         """Requests under way per URL, of every server that is known now."""
         return self._pool.in_flight()
@@ -117,7 +124,8 @@ class Transport:
         tokens: int = 0,
         due: Due | None = None,
     ) -> Reply:
-        """POST `body` as JSON, or GET where there is none; `until` is a time.monotonic().
+        """POST `body` as JSON, or GET where there is none; `until` is a time.monotonic(), later by
+        as long as the request had to wait for room.
 
         `tokens`: about how many it takes at the server, prompt and budget together. `due`: only a
         server that says that it has these weights is asked, and again after its answer: who has
@@ -134,7 +142,10 @@ class Transport:
             if failure and not self._pool.has_untried(tried, time.monotonic()):
                 await self._pause(_backoff_s(len(tried), failure), until, failure)
             # The place first: a server picked before a long wait may be dead after it.
-            async with self._place(until, tokens) as place:
+            asked_s = time.monotonic()
+            async with self._place(tokens) as place:
+                # The time is the server's: to wait for room here must not make a request fail.
+                until += time.monotonic() - asked_s
                 url, label = await self._pick(sticky, tried, until, failure, due)
                 tried.append(url)
                 try:
@@ -176,15 +187,15 @@ class Transport:
             await asyncio.sleep(BACKOFF_S)
 
     @asynccontextmanager
-    async def _place(self, until: float, tokens: int) -> AsyncIterator[_Place]:
+    async def _place(self, tokens: int) -> AsyncIterator[_Place]:
         """Room for one more request. Raises DeadlinePassed."""
         try:
             # One after the other: a big request must not be overtaken for ever by small ones.
-            async with asyncio.timeout(until - time.monotonic()), self._turn, self._freed:
+            async with asyncio.timeout(ROOM_S), self._turn, self._freed:
                 await self._freed.wait_for(lambda: self._limit.admits(tokens))
                 self._limit.begin(tokens)
         except TimeoutError:
-            words = f"the deadline passed while {self._limit.requests} requests were under way"
+            words = f"no room within {ROOM_S:g} s: {self._limit.requests} requests are under way"
             raise DeadlinePassed(f"{words} (max_concurrent, or what the server can take)") from None
         place = _Place()
         try:

@@ -206,12 +206,11 @@ async def test_the_limit_shrinks_while_requests_queue_at_the_server(
 
         fake.always = slow
         await asyncio.gather(*(ask(client) for _ in range(40)))
-        grown, most, waiting = most, 0, 7
-        assert grown > 4
-        await asyncio.gather(*(ask(client) for _ in range(10)))
-        most = 0
-        await asyncio.gather(*(ask(client) for _ in range(40)))
-        assert most < grown
+        grown, waiting = client.allowed_requests, 7
+        assert most > 4
+        async with asyncio.timeout(10):
+            while client.allowed_requests >= grown:
+                await ask(client)
 
 
 async def test_a_big_request_waits_for_room_and_is_not_overtaken():
@@ -229,10 +228,24 @@ async def test_a_big_request_waits_for_room_and_is_not_overtaken():
         assert order.index(2) == 2
 
 
-async def test_waiting_for_a_place_ends_with_the_deadline():
+async def test_waiting_for_room_takes_nothing_of_a_requests_own_time():
+    async with Fake() as fake, client_of(fake.url, max_concurrent=1) as client:
+
+        async def slow(_: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(0.3)
+            answer = fake.v1_chat_completions({"messages": [], "return_token_ids": True})
+            return web.json_response(answer)
+
+        fake.always = slow
+        done = await asyncio.gather(*(ask(client, deadline_s=0.8) for _ in range(5)))
+        assert [one.attempts for one in done] == [1] * 5
+
+
+async def test_waiting_for_room_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transport, "ROOM_S", 0.2)
     async with Fake() as fake, client_of(fake.url, max_concurrent=1) as client:
         fake.always = stall
-        calls = [ask(client, deadline_s=0.3), ask(client, deadline_s=0.2)]
+        calls = [ask(client, deadline_s=0.5), ask(client, deadline_s=0.5)]
         first, second = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(first, DeadlinePassed)
         assert isinstance(second, DeadlinePassed)
