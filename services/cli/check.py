@@ -58,6 +58,8 @@ def main(command: str, argv: list[str]) -> int:
 def _endpoint(given: str, config: str | None, key: str) -> Endpoint:
     table = read_file(config)
     check_file(table)
+    if ":" in given and "://" not in given:
+        given = f"http://{given}"
     endpoint = load_settings(service_table(table, ""), {}).endpoint(given)
     if key:
         endpoint.api_key_env, endpoint.api_key_file = key, ""

@@ -13,7 +13,7 @@ from rollstream.shared.inference.refusals import AT_ONCE
 from rollstream.shared.inference.types import InferenceError
 from rollstream.shared.loop import run_stage
 from rollstream.shared.routes import Route
-from rollstream.shared.runs import Refusal, RunConfig
+from rollstream.shared.runs import Refusal, RunConfig, Status
 from rollstream.shared.service import RunContext
 from rollstream.shared.settings import ServiceSettings
 from rollstream.shared.step import Blocked, PausesRun, Step
@@ -79,9 +79,11 @@ class Generator:
         run = context.run
         loaded = await self._environments(run)
         async with self._client(run) as client:
+            # A run that is stopped asks for nothing any more, also where its server refuses it.
+            stopped = context.status is Status.STOPPED
             generate = Generate(
                 run, client, {e.ref.fingerprint: e for e in loaded},
-                want_tokens=run.wants_tokens or await _gives_tokens(client, run),
+                want_tokens=run.wants_tokens or stopped or await _gives_tokens(client, run),
             )
             step = Step(
                 each=generate,

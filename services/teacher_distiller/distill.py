@@ -7,6 +7,7 @@ has none. Where any sequence of the group fails, the whole group goes on without
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,9 +25,12 @@ SKIP = -1
 class Distil:
     """The step of one run."""
 
-    def __init__(self, run: RunConfig, client: InferenceClient) -> None:
+    def __init__(
+        self, run: RunConfig, client: InferenceClient, *, stopped: Callable[[], bool] = bool
+    ) -> None:
         self._run = run
         self._client = client
+        self._stopped = stopped
         self._refusals = Refusals()
 
     async def __call__(self, group: Scored) -> Distilled:
@@ -36,6 +40,9 @@ class Distil:
         distilled.teacher, distilled.top_k = self._run.teacher.model, k
         sequences = [q for sample in group.samples for q in sample.sequences]
         if k == SKIP or not sequences:
+            return distilled
+        if self._stopped():
+            distilled.distill_error = Failure("cancelled", "the run was stopped")
             return distilled
         # waits: within the step's deadline
         answers = await asyncio.gather(

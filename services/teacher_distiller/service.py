@@ -10,7 +10,7 @@ from rollstream.shared.inference.client import InferenceClient, tokenizer_facts
 from rollstream.shared.inference.types import InferenceError
 from rollstream.shared.loop import run_stage
 from rollstream.shared.routes import Route
-from rollstream.shared.runs import Refusal, RunConfig
+from rollstream.shared.runs import Refusal, RunConfig, Status
 from rollstream.shared.service import RunContext
 from rollstream.shared.settings import ServiceSettings
 from rollstream.shared.step import Step
@@ -69,7 +69,9 @@ class TeacherDistiller:
         run = context.run
         async with self._client(run) as client:
             step = Step(
-                each=Distil(run, client), max_in_flight=self._settings.max_in_flight,
+                each=Distil(
+                    run, client, stopped=lambda: context.status is Status.STOPPED
+                ), max_in_flight=self._settings.max_in_flight,
                 deadline_s=run.deadlines.teacher_s, max_attempts=1,
             )
             await run_stage(context, step, self.produces)

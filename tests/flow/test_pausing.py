@@ -19,6 +19,7 @@ K, ROWS = 2, 6
 ANSWERS = [
     {"match": "Say 3.", "status": 401, "message": "no key, no answer"},
     *([{"match": "Say 3.", "text": "Three."}] * 12),
+    {"match": "Say 7.", "status": 401, "message": "no key, no answer"},
     {"text": "Something."},
 ]
 
@@ -59,3 +60,22 @@ async def test_the_run_that_asked_is_paused_and_the_others_go_on(
         assert not [letter for letter in letters if isinstance(letter, DeadLetter)]
         rollouts = await made.records(refused, "rollouts")
         assert all(rollout.error is None for rollout in rollouts)
+
+
+async def test_a_paused_run_can_be_stopped(
+    broker: str, prefix: str, tmp_path: Path, scripted: Engine
+):
+    """Its server still says no; what is open ends as cancelled all the same."""
+    rows = 8
+    async with rig(broker, prefix, tmp_path, scripted.url) as made:
+        made.judge()
+        await made.services("sink", "scorer", "generator", "prompt-producer")
+        config = await made.run("sft", "hopeless", env="judge_env", env_args={"rows": rows},
+                                epochs=1, group_size=K)
+        await until(made, "hopeless", Status.PAUSED)
+        await made.stop(config)
+        await made.done(config)
+        books = await made.books(config)
+        assert books.balanced
+        assert books.in_flight == 0
+        assert books.dropped["cancelled"] >= 1

@@ -83,6 +83,14 @@ async def test_a_refused_key_pauses_the_run_instead():
         await distil(group([10]), FakeTeacher(fails_on=10, error=error))
 
 
+async def test_a_stopped_run_asks_its_teacher_for_nothing():
+    teacher = FakeTeacher()
+    out = await Distil(RUN, teacher, stopped=lambda: True)(group([10, 11]))  # type: ignore[arg-type]
+    assert teacher.asked == []
+    assert out.distill_error is not None
+    assert out.distill_error.type == "cancelled"
+
+
 @pytest.mark.parametrize(("overrides", "k"), [
     ({}, 2), ({"teacher_top_k": 7}, 7), ({"teacher_top_k": 0}, 0), ({"teacher_top_k": -5}, -1),
     ({"skip_teacher_top_k": True, "teacher_top_k": 7}, -1),
