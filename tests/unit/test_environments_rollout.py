@@ -189,7 +189,6 @@ async def test_a_single_turn_that_calls_a_tool_ends_by_it(loop: None) -> None:
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
-        (ServerUnavailable("no endpoint answered in 300 s", retryable=True), "ServerUnavailable"),
         (InferenceError("500: out of memory", status=500, retryable=True), "InferenceError"),
         (InferenceError("400: bad request", status=400), "InferenceError"),
         (TimeoutError("300 s passed"), "TimeoutError"),
@@ -207,9 +206,14 @@ async def test_a_failed_request_is_an_error_with_its_own_words(
     assert done.usage.requests == 1
 
 
-async def test_what_every_sample_would_get_is_the_callers_to_decide(loop: None) -> None:
-    denied = RefusesAll("not for you", status=401)
-    with pytest.raises(RefusesAll) as caught:
+@pytest.mark.parametrize("denied", [
+    RefusesAll("not for you", status=401),
+    ServerUnavailable("no endpoint answered in 300 s", retryable=True),
+])
+async def test_what_every_sample_would_get_is_the_callers_to_decide(
+    loop: None, denied: InferenceError
+) -> None:
+    with pytest.raises(InferenceError) as caught:
         await run(load("loop_env", {}), Model(denied))
     assert caught.value is denied
 
