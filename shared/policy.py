@@ -57,10 +57,13 @@ class Policy:
         """What a server must have to be asked; empty as long as nothing was announced."""
         return label_of(self.version, self.epoch) if self.announced else ""
 
+    def next_epoch(self, version: int) -> int:
+        """The epoch of this version if it is announced next: a lower one begins a new epoch."""
+        return self.epoch + (self.announced and version < self.version)
+
     def next_label(self, version: int) -> str:
-        """The label that this version gets if it is announced next: a lower one is a new epoch."""
-        goes_back = self.announced and version < self.version
-        return label_of(version, self.epoch + goes_back)
+        """The label that this version gets if it is announced next."""
+        return label_of(version, self.next_epoch(version))
 
     def needed(self) -> list[str]:
         """Weights that may still be loaded or used: the newest, and what is live anywhere."""

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,14 +84,23 @@ def prepare(gguf_file: Path, cache: Path) -> Path:
     """
     with gguf_file.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache / f"{digest[:32]}-{_FORMAT}"
     cache.mkdir(parents=True, exist_ok=True)
+    return built_once(
+        cache / f"{digest[:32]}-{_FORMAT}", lambda building: _convert(gguf_file, building)
+    )
+
+
+def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """The folder, built beside its place and renamed into it where it is not there yet.
+
+    Of two that build it at once the second takes the first one's. Raises what `build` raises.
+    """
     if folder.is_dir():
         return folder
-    _sweep(cache)
-    building = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=cache))
+    _sweep(folder.parent)
+    building = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder.parent))
     try:
-        _convert(gguf_file, building)
+        build(building)
         building.rename(folder)
     except OSError:
         if not folder.is_dir():

@@ -13,35 +13,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.services.engine.convert import built_once
 from rollstream.services.engine.tokenizer import Tokenizer
-from rollstream.services.engine.weights import Floats, ModelConfig, load_config, load_converted
+from rollstream.services.engine.weights import Floats, Weights, load_converted
 
 FOLDER = "hugging-face"
 
 
 def hugging_face_folder(converted: Path) -> Path:
-    """The folder beside the converted model's files, written if need be.
-
-    Two that write it at once write the same; whoever comes second takes the first one's.
-    """
-    folder = converted / FOLDER
-    if folder.is_dir():
-        return folder
-    building = converted / f".{FOLDER}.{np.random.default_rng().integers(2**32):08x}"
-    building.mkdir()
-    try:
-        _write(converted, building)
-        building.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return folder
+    """The folder beside the converted model's files, written if need be."""
+    return built_once(converted / FOLDER, lambda building: _write(converted, building))
 
 
 def _write(converted: Path, folder: Path) -> None:
-    config = load_config(converted)
+    weights = load_converted(converted)
+    config = weights.config
     shutil.copy(converted / "tokenizer.json", folder)
     shutil.copy(converted / "chat_template.jinja", folder)
     tokenizer = Tokenizer(converted, bos_token=config.bos_token, eos_token=config.eos_token)
@@ -59,20 +45,15 @@ def _write(converted: Path, folder: Path) -> None:
         "num_attention_heads": config.heads, "num_hidden_layers": config.layers,
         "num_key_value_heads": config.kv_heads, "rms_norm_eps": config.rms_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "rope_theta": config.rope_theta, "tie_word_embeddings": _tied(converted),
+        "rope_theta": config.rope_theta, "tie_word_embeddings": weights.head is weights.embedding,
         "vocab_size": config.vocab,
     })
-    _safetensors(folder / "model.safetensors", dict(_tensors(converted, config)))
+    _safetensors(folder / "model.safetensors", dict(_tensors(weights)))
 
 
-def _tied(converted: Path) -> bool:
-    weights = load_converted(converted)
-    return weights.head is weights.embedding
-
-
-def _tensors(converted: Path, config: ModelConfig) -> Iterator[tuple[str, Floats]]:
+def _tensors(weights: Weights) -> Iterator[tuple[str, Floats]]:
     """Hugging Face's names and [out, in] matrices: the way back of `weights.assemble`."""
-    weights = load_converted(converted)
+    config = weights.config
     yield "model.embed_tokens.weight", weights.embedding.T
     yield "model.norm.weight", weights.norm
     if weights.head is not weights.embedding:

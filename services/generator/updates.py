@@ -47,19 +47,18 @@ async def kept_current(
     """
     run = context.run
     policy, known = Policy(), asyncio.Event()
+    updater = Updater(run, client, policy)
     if run.updates.method == "lora":
-        adapters = Adapters(policy, client.weights, run.run)
-        client.due = adapters
+        client.due = adapters = updater.adapters
         generate.model = lambda: adapters.name(policy.label) if policy.label else run.model
     else:
-        client.due = NamedWeights(policy, client.weights)
+        client.due = updater.named
 
     async def stage() -> None:
         # waits: its setter ends the attempt where it fails
         await known.wait()
         await work()
 
-    updater = Updater(run, client, policy)
     office = replace(context, progress=Progress())
     working = asyncio.create_task(stage())
     pending = {
@@ -109,8 +108,8 @@ class Updater:
         self._run = run
         self._client = client
         self._policy = policy
-        self._named = NamedWeights(policy, client.weights)
-        self._adapters = Adapters(policy, client.weights, run.run)
+        self.named = NamedWeights(policy, client.weights)
+        self.adapters = Adapters(policy, client.weights, run.run)
         self._pauses: dict[str, tuple[float, float]] = {}
         """By URL: when it may be tried again, and how long the pause after that is."""
 
@@ -148,7 +147,7 @@ class Updater:
 
     async def _weights(self, url: str) -> str:
         routes, label = self._client.weights, self._policy.label
-        found = await self._named.confirm(url, time.monotonic() + ANSWER_S)
+        found = await self.named.confirm(url, time.monotonic() + ANSWER_S)
         if self._run.updates.method != "reload":
             return found
         if found == label:
@@ -156,18 +155,18 @@ class Updater:
             return found
         log.info("endpoint loads weights", run=self._run.run, url=url, has=found, due=label)
         await routes.reload(url, label, self._policy.weights, self._run.updates.in_flight)
-        return await self._named.confirm(url, time.monotonic() + ANSWER_S)
+        return await self.named.confirm(url, time.monotonic() + ANSWER_S)
 
     async def _adapter(self, url: str) -> str:
         """Load this version's, and let go of those before the last but one."""
         routes, label = self._client.weights, self._policy.label
         until = time.monotonic() + ANSWER_S
-        found = await self._adapters.confirm(url, until)
+        found = await self.adapters.confirm(url, until)
         if found == label:
             return found
         ours = [name for name in await routes.models(url, until)
-                if name.startswith(self._adapters.name(""))]
-        await routes.load_adapter(url, self._adapters.name(label), self._policy.weights)
+                if name.startswith(self.adapters.name(""))]
+        await routes.load_adapter(url, self.adapters.name(label), self._policy.weights)
         for name in ours[:-1]:
             await routes.unload_adapter(url, name)
-        return await self._adapters.confirm(url, time.monotonic() + ANSWER_S)
+        return await self.adapters.confirm(url, time.monotonic() + ANSWER_S)

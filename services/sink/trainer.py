@@ -324,7 +324,7 @@ class TrainerLeaf:
 
     async def announce(self, version: int, weights: str) -> None:
         """The trainer says which version its weights are; a lower one starts a new epoch."""
-        epoch = self.book.epoch + (self.book.announced and version < self.book.version)
+        epoch = self.policy.next_epoch(version)
         await self._to_control(PolicyVersion(version=version, epoch=epoch, weights=weights))
 
     # -- writing -------------------------------------------------------------------------------

@@ -27,6 +27,12 @@ from rollstream.shared.inference.types import InferenceError, ServerUnavailable
 pytestmark = pytest.mark.usefixtures("without_patience")
 
 
+def sevens(fake: Fake) -> web.Response:
+    """What the fake answers when nothing is made to go wrong."""
+    answer = fake.v1_chat_completions({"messages": [], "return_token_ids": True})
+    return web.json_response(answer)
+
+
 @pytest.mark.parametrize("fault", [
     answer_with(500), answer_with(429), answer_with(408), answer_with(503), drop, break_off,
 ])
@@ -177,8 +183,7 @@ async def test_the_limit_holds_and_connections_are_kept():
             now, most = now + 1, max(most, now + 1)
             await asyncio.sleep(0.02)
             now -= 1
-            answer = fake.v1_chat_completions({"messages": [], "return_token_ids": True})
-            return web.json_response(answer)
+            return sevens(fake)
 
         fake.always = slow
         await asyncio.gather(*(ask(client) for _ in range(15)))
@@ -201,8 +206,7 @@ async def test_the_limit_shrinks_while_requests_queue_at_the_server(
             now, most = now + 1, max(most, now + 1)
             await asyncio.sleep(0.05)
             now -= 1
-            answer = fake.v1_chat_completions({"messages": [], "return_token_ids": True})
-            return web.json_response(answer)
+            return sevens(fake)
 
         fake.always = slow
         await asyncio.gather(*(ask(client) for _ in range(40)))
@@ -233,8 +237,7 @@ async def test_waiting_for_room_takes_nothing_of_a_requests_own_time():
 
         async def slow(_: web.Request) -> web.StreamResponse:
             await asyncio.sleep(0.3)
-            answer = fake.v1_chat_completions({"messages": [], "return_token_ids": True})
-            return web.json_response(answer)
+            return sevens(fake)
 
         fake.always = slow
         done = await asyncio.gather(*(ask(client, deadline_s=0.8) for _ in range(5)))
